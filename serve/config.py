@@ -1,0 +1,328 @@
+"""All settings: frozen groups of fields, their flags, defaults and environment variables.
+
+The command line is generated from these fields (entrypoints/cli.py): field name with dashes is the flag, `help`,
+`choices` and `alias` come from the metadata. resolve() turns what the user asked for into what will run; it is pure.
+Environment variables are read in this file only.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Final, TypeVar, cast
+
+from serve.errors import ConfigError
+
+DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+AUTO_MAX_MODEL_LEN: Final = -1
+CPU_MAX_NUM_BATCHED_TOKENS: Final = 2048
+CPU_MAX_NUM_SEQS: Final = 128
+
+_T = TypeVar("_T")
+
+
+def flag(
+    default: _T,
+    help_text: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    alias: str | None = None,
+    positional: bool = False,
+    kind: str = "plain",
+) -> _T:
+    """Describe one setting and give its dataclass field.
+
+    kind: plain, count (accepts 8k, 1M), bytes (accepts 2GiB), json, list or secret.
+    """
+    meta = {"help": help_text, "choices": choices, "alias": alias, "positional": positional, "kind": kind}
+    # The dataclass machinery sees the Field; type checkers see the default's own type, as with dataclasses.field.
+    if isinstance(default, dict):
+        return cast(_T, field(default_factory=lambda: dict(default), metadata=meta))
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What to serve and how to compute it."""
+
+    model: str = flag(
+        DEFAULT_MODEL,
+        "local folder, .gguf file, name of the built-in table, or hub id",
+        positional=True,
+    )
+    tokenizer: str | None = flag(None, "folder with tokenizer files, if not the model's")
+    revision: str | None = flag(None, "branch, tag or commit of a hub id")
+    served_model_name: tuple[str, ...] = flag(
+        (), "names that requests may use; the first is echoed (default: the model argument)", kind="list"
+    )
+    dtype: str = flag(
+        "auto",
+        "compute type; auto is float32 on the CPU and the checkpoint's own on a GPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    seed: int = flag(0, "seed of dummy weights and of unseeded requests' root")
+    max_model_len: int | None = flag(
+        None,
+        "limit on prompt + output tokens; accepts 8k; -1 = the largest that fits (default: the model's)",
+        kind="count",
+    )
+    load_format: str = flag(
+        "auto", "auto reads the checkpoint; dummy makes seeded random weights", choices=("auto", "dummy")
+    )
+    max_logprobs: int = flag(20, "most logprobs a request may ask for; -1 = vocabulary")
+    logprobs_mode: str = flag(
+        "raw_logprobs",
+        "what logprobs report: before or after masks, penalties and temperature",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )
+    generation_config: str = flag("auto", "default sampling values: auto = the model's file, vllm = none, or a folder")
+    override_generation_config: dict[str, float | int] = flag(
+        {}, 'JSON object of default sampling values, for example {"temperature": 0.6}', kind="json"
+    )
+    logits_processors: tuple[str, ...] = flag((), "import paths module:Class of extra logits processors", kind="list")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = flag(16, "tokens per block; a multiple of 16")
+    kv_cache_dtype: str = flag(
+        "auto",
+        "type of cached keys and values; auto is the compute type",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    gpu_memory_utilization: float = flag(
+        0.92, "share of device memory to use in all (on the CPU: of the memory free at start, see docs)"
+    )
+    kv_cache_memory_bytes: int | None = flag(
+        None,
+        "bytes for the KV cache; accepts 2GiB; replaces the measured size",
+        alias="--kv-cache-memory",
+        kind="bytes",
+    )
+    num_gpu_blocks_override: int | None = flag(None, "number of cache blocks, exactly")
+    enable_prefix_caching: bool = flag(True, "reuse blocks of equal prefixes")
+    prefix_caching_hash_algo: str = flag("sha256", "hash of block contents", choices=("sha256", "xxhash"))
+    prefix_cache_seed: str | None = flag(
+        None, "text that fixes the root of block hashes, to share them between servers (default: random)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Step budget and order of requests. None = chosen by resolve()."""
+
+    max_num_batched_tokens: int | None = flag(None, "token budget of a step", kind="count")
+    max_num_seqs: int | None = flag(None, "limit on running requests", kind="count")
+    enable_chunked_prefill: bool = flag(True, "spread long prompts over steps")
+    long_prefill_token_threshold: int = flag(0, "most tokens of one prompt in a step; 0 = the budget", kind="count")
+    scheduling_policy: str = flag("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
+    scheduler_reserve_full_isl: bool = flag(True, "admit a prompt only when the free blocks could hold all of it")
+    watermark: float = flag(0.0, "share of blocks kept free when admitting")
+    async_scheduling: bool = flag(True, "schedule the next step while the current one runs")
+    stream_interval: int = flag(1, "tokens gathered before a chunk is sent", kind="count")
+    max_waiting: int = flag(1024, "waiting requests beyond which new ones get 429", kind="count")
+    max_waiting_tokens: int = flag(
+        8 << 20, "prompt tokens in waiting requests beyond which new ones get 429", kind="count"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP front end."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on")
+    uds: str | None = flag(None, "unix socket path to listen on instead of host and port")
+    api_key: tuple[str, ...] = flag(
+        (), "key(s) that requests must carry (better: environment SERVE_API_KEY)", kind="secret"
+    )
+    allow_unauthenticated: bool = flag(False, "listen on a non-loopback address without a key")
+    metrics_need_key: bool = flag(False, "ask for the key on /metrics too")
+    allowed_host: tuple[str, ...] = flag((), "extra Host header values to answer when bound to loopback", kind="list")
+    allowed_origins: tuple[str, ...] = flag((), "CORS origins", kind="list")
+    allowed_methods: tuple[str, ...] = flag(("*",), "CORS methods", kind="list")
+    allowed_headers: tuple[str, ...] = flag(("*",), "CORS headers", kind="list")
+    allow_credentials: bool = flag(False, "CORS credentials")
+    root_path: str = flag("", "path prefix when behind a proxy")
+    ssl_keyfile: str | None = flag(None, "TLS key file")
+    ssl_certfile: str | None = flag(None, "TLS certificate file")
+    ssl_ca_certs: str | None = flag(None, "TLS CA file for client certificates")
+    ssl_cert_reqs: int = flag(0, "client certificates: 0 none, 1 optional, 2 required")
+    uvicorn_log_level: str = flag(
+        "info", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
+    disable_uvicorn_access_log: bool = flag(False, "no access log lines")
+    timeout_keep_alive: int = flag(15, "idle seconds before a connection is closed")
+    max_body_bytes: int = flag(32 << 20, "largest request body", kind="bytes")
+    max_num_prompts: int = flag(1024, "most prompts (and n times prompts) in one request")
+    disable_fastapi_docs: bool = flag(False, "no /docs and /openapi.json")
+    chat_template: str | None = flag(None, "chat template: a file, or one line of Jinja")
+    chat_template_content_format: str = flag(
+        "auto", "how content reaches the template", choices=("auto", "string", "openai")
+    )
+    trust_request_chat_template: bool = flag(False, "accept chat_template in requests")
+    default_chat_template_kwargs: dict[str, object] = flag({}, "JSON object of default template variables", kind="json")
+    response_role: str = flag("assistant", "role of the answers")
+    renderer_num_workers: int = flag(1, "threads that render and tokenize")
+    return_tokens_as_token_ids: bool = flag(False, "logprob tokens as token_id:N")
+    enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage")
+    enable_force_include_usage: bool = flag(False, "usage in every stream")
+    enable_server_load_tracking: bool = flag(True, "count requests for /load")
+    enable_log_requests: bool = flag(False, "log each request's id and parameters")
+    disable_log_stats: bool = flag(False, "no statistics line and no engine metrics")
+    metrics_prefix: str = flag("serve:", "prefix of metric names; vllm: keeps dashboards working")
+    shutdown_timeout: float = flag(30.0, "seconds to finish running requests after SIGTERM")
+    dev_mode: bool = flag(False, "admin routes (pause, resume, reset_prefix_cache); loopback only")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine core needs; crosses the process in the handshake."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything the command line sets."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Values read from the environment, once."""
+
+    cache_dir: Path
+    api_keys: tuple[str, ...]
+    log_level: str
+    no_color: bool
+    hub_offline: bool
+    engine_ready_timeout: float
+    ipc_dir: Path
+
+
+def read_environment() -> Environment:
+    """Read every environment variable the server knows (SERVE_* and the customary NO_COLOR, HF_HUB_OFFLINE)."""
+    env = os.environ
+    base = Path(env["XDG_CACHE_HOME"]) if env.get("XDG_CACHE_HOME") else Path.home() / ".cache"
+    timeout = env.get("SERVE_ENGINE_READY_TIMEOUT", "600")
+    try:
+        timeout_s = float(timeout)
+    except ValueError:
+        raise ConfigError(f"SERVE_ENGINE_READY_TIMEOUT={timeout!r} is not a number of seconds") from None
+    return Environment(
+        cache_dir=Path(env["SERVE_CACHE_DIR"]) if env.get("SERVE_CACHE_DIR") else base / "serve",
+        api_keys=tuple(k for k in env.get("SERVE_API_KEY", "").split(",") if k),
+        log_level=env.get("SERVE_LOG_LEVEL", "info"),
+        no_color=bool(env.get("NO_COLOR")),
+        hub_offline=env.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes"),
+        engine_ready_timeout=timeout_s,
+        ipc_dir=Path(env["SERVE_IPC_DIR"]) if env.get("SERVE_IPC_DIR") else Path(tempfile.gettempdir()),
+    )
+
+
+def validate(config: ServeConfig) -> None:
+    """Refuse values that cannot work, before any model is looked at. Raises ConfigError naming flag and limit."""
+    _validate_engine(config.engine)
+    _validate_server(config.server)
+
+
+def _need(ok: bool, flag_name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{flag_name} {value} is not possible: it must be {rule}")
+
+
+def _validate_engine(config: EngineConfig) -> None:
+    model, cache, sched = config.model, config.cache, config.scheduler
+    length = model.max_model_len
+    _need(length is None or length == AUTO_MAX_MODEL_LEN or length >= 1, "--max-model-len", length, "positive, or -1")
+    _need(model.max_logprobs >= -1, "--max-logprobs", model.max_logprobs, "-1 or more")
+    _need(cache.block_size > 0 and cache.block_size % 16 == 0, "--block-size", cache.block_size, "a multiple of 16")
+    share = cache.gpu_memory_utilization
+    _need(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
+    blocks = cache.num_gpu_blocks_override
+    _need(blocks is None or blocks >= 2, "--num-gpu-blocks-override", blocks, "at least 2 (block 0 is reserved)")
+    size = cache.kv_cache_memory_bytes
+    _need(size is None or size > 0, "--kv-cache-memory-bytes", size, "positive")
+    for name, count in (
+        ("--max-num-batched-tokens", sched.max_num_batched_tokens),
+        ("--max-num-seqs", sched.max_num_seqs),
+    ):
+        _need(count is None or count >= 1, name, count, "at least 1")
+    for name, number in (("--stream-interval", sched.stream_interval), ("--max-waiting", sched.max_waiting)):
+        _need(number >= 1, name, number, "at least 1")
+    _need(
+        sched.long_prefill_token_threshold >= 0,
+        "--long-prefill-token-threshold",
+        sched.long_prefill_token_threshold,
+        "0 or more",
+    )
+    _need(0.0 <= sched.watermark < 1.0, "--watermark", sched.watermark, "in [0, 1)")
+
+
+def _validate_server(server: ServerConfig) -> None:
+    _need(0 <= server.port <= 65535, "--port", server.port, "in [0, 65535]")
+    _need(server.renderer_num_workers >= 1, "--renderer-num-workers", server.renderer_num_workers, "at least 1")
+    _need(server.shutdown_timeout >= 0, "--shutdown-timeout", server.shutdown_timeout, "0 or more seconds")
+    _need(server.max_body_bytes >= 1, "--max-body-bytes", server.max_body_bytes, "positive")
+    _need(server.max_num_prompts >= 1, "--max-num-prompts", server.max_num_prompts, "at least 1")
+    is_loopback = server.uds is not None or server.host in ("127.0.0.1", "localhost", "::1")
+    if server.dev_mode and not is_loopback:
+        raise ConfigError(f"--dev-mode needs a loopback address, got --host {server.host}; use --host 127.0.0.1")
+    if not is_loopback and not (server.api_key or server.allow_unauthenticated):
+        raise ConfigError(
+            f"--host {server.host} is reachable from other machines and no key is set; "
+            "set --api-key or SERVE_API_KEY, or pass --allow-unauthenticated"
+        )
+    if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile must be given together")
+
+
+def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
+    """Fill every None in the engine settings from the model's own context length; pure.
+
+    max_model_len stays -1 when auto was asked: the engine core finds the value and reports it in Ready.
+    Raises ConfigError when the pieces contradict each other.
+    """
+    length = config.model.max_model_len if config.model.max_model_len is not None else model_max_len
+    if length > model_max_len:
+        raise ConfigError(
+            f"--max-model-len {length} exceeds the model's context of {model_max_len} tokens; lower it to at most that"
+        )
+    sched = config.scheduler
+    budget = sched.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+    if not sched.enable_chunked_prefill and sched.max_num_batched_tokens is None:
+        budget = max(budget, model_max_len if length == AUTO_MAX_MODEL_LEN else length)
+    seqs = sched.max_num_seqs if sched.max_num_seqs is not None else min(CPU_MAX_NUM_SEQS, budget)
+    if budget < seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below --max-num-seqs {seqs}; raise the first or lower the second"
+        )
+    if not sched.enable_chunked_prefill and budget < length:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below max_model_len={length} and chunked prefill is off; "
+            "raise it, lower --max-model-len, or drop --no-enable-chunked-prefill"
+        )
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=length),
+        scheduler=replace(sched, max_num_batched_tokens=budget, max_num_seqs=seqs),
+    )
+
+
+def groups() -> tuple[tuple[str, type], ...]:
+    """The flag groups in the order `serve --help` shows them."""
+    return (("model", ModelConfig), ("kv cache", CacheConfig), ("scheduler", SchedulerConfig), ("server", ServerConfig))
+
+
+def field_names(group: type) -> tuple[str, ...]:
+    """Names of the settings in a group, in declaration order."""
+    return tuple(f.name for f in fields(group))

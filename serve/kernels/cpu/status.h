@@ -1,0 +1,29 @@
+// How an entry point tells Python what is wrong with its input.
+#pragma once
+
+#include <cstdint>
+
+namespace serve {
+
+enum Status : int32_t {
+  kOk = 0,
+  kOutOfMemory = 1,
+  kBadSlot = 2,          // fault: token, slot
+  kBadPosition = 3,      // fault: token, position
+  kBadQueryStart = 4,    // fault: request, value
+  kBadSeqLen = 5,        // fault: request, value
+  kBadBlock = 6,         // fault: request, block index, block id
+};
+
+// Names the offending value; the meaning of a, b and c goes with the Status.
+struct Fault {
+  int64_t a;
+  int64_t b;
+  int64_t c;
+};
+
+enum CacheType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+}  // namespace serve
+
+#define SERVE_API extern "C" __attribute__((visibility("default")))

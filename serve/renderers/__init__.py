@@ -1,0 +1,1 @@
+"""Messages and text to token ids, and back."""

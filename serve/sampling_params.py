@@ -1,0 +1,156 @@
+"""How one request samples: the values that cross the wire, and the checks that need no model."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Final
+
+import msgspec
+
+from serve.errors import InvalidRequest
+
+GREEDY_EPSILON: Final = 1e-5
+MIN_TEMPERATURE: Final = 0.01
+MAX_N: Final = 128
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_CHARS: Final = 1024
+MAX_LOGIT_BIAS: Final = 1024
+MAX_BAD_WORDS: Final = 128
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+_INT64_MAX: Final = 2**63 - 1
+
+
+class OutputKind(enum.IntEnum):
+    """What the front end hands over: all so far, only what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Sampling settings of one request, complete and checked; the engine core trusts them.
+
+    seed None means unpredictable. top_k 0 = off. logprobs / prompt_logprobs: None = off, k >= 0 = that many
+    besides the sampled token, -1 = whole vocabulary. stop_token_ids holds the request's and the model's secondary
+    end ids; eos_token_id is the primary one (None with ignore_eos). all_stop_token_ids is what min_tokens masks.
+    bad_words_token_ids are the tokenized bad_words. max_tokens is resolved against the context before the wire.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    detokenize: bool = True
+    skip_reading_prefix_cache: bool = False
+    eos_token_id: int | None = None
+    all_stop_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    extra_args: dict[str, str | int | float | list[str | int | float]] | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the argmax is taken instead of a draw."""
+        return self.temperature < GREEDY_EPSILON
+
+
+def normalize(params: SamplingParams) -> SamplingParams:
+    """Check every value that needs no model and return the canonical form.
+
+    Raises InvalidRequest naming field, value and limit. A temperature in (0, 0.01) becomes 0.01; greedy requests
+    drop top_p, top_k and min_p; top_k -1 becomes 0; bias values are clipped to [-100, 100].
+    """
+    _check_ranges(params)
+    _check_lists(params)
+    changes: dict[str, object] = {}
+    if GREEDY_EPSILON <= params.temperature < MIN_TEMPERATURE:
+        changes["temperature"] = MIN_TEMPERATURE
+    if params.is_greedy:
+        changes.update(top_p=1.0, top_k=0, min_p=0.0)
+    elif params.top_k == -1:
+        changes["top_k"] = 0
+    if params.logit_bias:
+        changes["logit_bias"] = {k: max(-100.0, min(100.0, v)) for k, v in params.logit_bias.items()}
+    if params.prompt_logprobs is not None:
+        changes["skip_reading_prefix_cache"] = True
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def _require(ok: bool, param: str, rule: str, value: object) -> None:
+    if not ok:
+        raise InvalidRequest(f"{param} must be {rule}, got {value!r}", param=param)
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    for name in _FLOAT_FIELDS:
+        value = _FLOAT_FIELDS[name](p)
+        _require(math.isfinite(value), name, "a finite number", value)
+    _require(1 <= p.n <= MAX_N, "n", f"between 1 and {MAX_N}", p.n)
+    _require(0.0 <= p.temperature <= 2.0, "temperature", "in [0, 2]", p.temperature)
+    _require(0.0 < p.top_p <= 1.0, "top_p", "in (0, 1]", p.top_p)
+    _require(-1 <= p.top_k <= _INT64_MAX, "top_k", "-1, 0 (both off) or a positive integer", p.top_k)
+    _require(0.0 <= p.min_p <= 1.0, "min_p", "in [0, 1]", p.min_p)
+    _require(-2.0 <= p.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]", p.presence_penalty)
+    _require(-2.0 <= p.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]", p.frequency_penalty)
+    _require(p.repetition_penalty > 0.0, "repetition_penalty", "greater than 0", p.repetition_penalty)
+    _require(p.seed is None or -_INT64_MAX - 1 <= p.seed <= _INT64_MAX, "seed", "a signed 64-bit integer", p.seed)
+    _require(p.max_tokens >= 1, "max_tokens", "at least 1", p.max_tokens)
+    _require(p.min_tokens >= 0, "min_tokens", "at least 0", p.min_tokens)
+    _require(p.min_tokens <= p.max_tokens, "min_tokens", f"at most max_tokens={p.max_tokens}", p.min_tokens)
+    for name, count in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
+        _require(count is None or count >= -1, name, "at least 0, or -1 for the whole vocabulary", count)
+
+
+_FLOAT_FIELDS: Final = {
+    "temperature": lambda p: p.temperature,
+    "top_p": lambda p: p.top_p,
+    "min_p": lambda p: p.min_p,
+    "presence_penalty": lambda p: p.presence_penalty,
+    "frequency_penalty": lambda p: p.frequency_penalty,
+    "repetition_penalty": lambda p: p.repetition_penalty,
+}
+
+
+def _check_lists(p: SamplingParams) -> None:
+    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(p.stop))
+    _require(all(p.stop), "stop", "free of empty strings", list(p.stop))
+    chars = sum(len(s) for s in p.stop)
+    _require(chars <= MAX_STOP_CHARS, "stop", f"at most {MAX_STOP_CHARS} characters in total", chars)
+    _require(not p.stop or p.detokenize, "stop", "empty when detokenize is false", list(p.stop))
+    _require(
+        len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+        "stop_token_ids",
+        f"at most {MAX_STOP_TOKEN_IDS} ids",
+        len(p.stop_token_ids),
+    )
+    _require(len(p.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings", len(p.bad_words))
+    _require(all(p.bad_words), "bad_words", "free of empty strings", list(p.bad_words))
+    if p.allowed_token_ids is not None:
+        _require(len(p.allowed_token_ids) > 0, "allowed_token_ids", "a non-empty list", [])
+    if p.logit_bias is not None:
+        _require(
+            len(p.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(p.logit_bias)
+        )
+        for value in p.logit_bias.values():
+            _require(math.isfinite(value), "logit_bias", "made of finite numbers", value)

@@ -1,0 +1,98 @@
+"""Messages between the scheduler and the worker: one object goes down a step, one comes up."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from serve.sampling_params import SamplingParams
+from serve.wire.frontend import LogprobsLists, Message
+
+
+class KVCacheSpec(Message):
+    """What one layer of the model stores for one block.
+
+    page_size_bytes is the size of one block in one layer. sliding_window is in tokens and set only when every layer
+    uses it; a model that mixes layer kinds is treated as full attention.
+    """
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    page_size_bytes: int
+    sliding_window: int | None = None
+
+
+class KVCacheConfig(Message):
+    """The sized cache: num_blocks includes the null block 0."""
+
+    num_blocks: int
+    block_size: int
+
+
+class NewRequestData(Message):
+    """A request the worker does not know: first scheduled, or resumed after preemption.
+
+    token_ids are all known ids (prompt, then output of a resumed request); num_prompt_tokens marks the border.
+    """
+
+    req_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class CachedRequestData(Message):
+    """Deltas, column-wise, for requests the worker already holds. new_block_ids are appended to the block table.
+
+    Blocks that fell out of a sliding window stay in the worker's table: attention never reads them.
+    """
+
+    req_ids: list[str] = []
+    new_block_ids: list[list[int]] = []
+    num_computed_tokens: list[int] = []
+
+
+class SchedulerOutput(Message):
+    """The plan of one step.
+
+    num_scheduled_tokens[req_id] > 0 for each request of the step, in schedule order. finished_req_ids and
+    preempted_req_ids were finished or preempted since the last step: the worker drops their state first.
+    """
+
+    step_index: int
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    finished_req_ids: list[str] = []
+    preempted_req_ids: list[str] = []
+
+
+class GrammarOutput(Message):
+    """Allowed-token masks for the structured requests of a step.
+
+    bitmask [len(req_ids), ceil(vocab_size / 32)] int32, bit set = allowed.
+    """
+
+    req_ids: list[str]
+    bitmask: np.ndarray
+
+
+class ModelRunnerOutput(Message):
+    """What one step produced, in the order of req_ids.
+
+    sampled_token_ids[i] is empty for a request whose prefill did not finish in this step. logprobs holds one table
+    per request that asked for them, one row per sampled token. prompt_logprobs holds complete tables of requests
+    whose prefill finished in this step. errors maps a failed request to its cause text, for example
+    "nan_logits: ...".
+    """
+
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    logprobs: dict[str, LogprobsLists] = {}
+    prompt_logprobs: dict[str, LogprobsLists] = {}
+    errors: dict[str, str] = {}

@@ -1,0 +1,1 @@
+"""The worker role: owns one device, runs the forward pass and samples."""
