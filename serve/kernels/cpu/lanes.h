@@ -59,7 +59,15 @@ SERVE_INLINE Target bit_cast(Source source) {
   return target;
 }
 
-SERVE_INLINE Native splat_native(float value) { return Native{} + value; }
+SERVE_INLINE Native splat_native(float value) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_set1_ps(value);
+#elif defined(__AVX__)
+  return (Native)_mm256_set1_ps(value);
+#else
+  return value - Native{};  // subtracting zero costs nothing, adding it would turn -0 into +0
+#endif
+}
 
 SERVE_INLINE Native fma_native(Native a, Native b, Native c) {
 #if defined(__AVX512F__)
@@ -156,9 +164,17 @@ SERVE_INLINE Native widen(const float* source) {
 }
 
 SERVE_INLINE Native widen(const Bf16* source) {
+#if defined(__AVX512F__)
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)source));
+  return bit_cast<Native>((NativeBits)bits << 16);
+#elif defined(__AVX2__)
+  const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)source));
+  return bit_cast<Native>((NativeBits)bits << 16);
+#else
   NativeShort bits;
   std::memcpy(&bits, source, sizeof bits);
   return bit_cast<Native>(__builtin_convertvector(bits, NativeBits) << 16);
+#endif
 }
 
 SERVE_INLINE Native widen(const Fp16* source) {

@@ -35,7 +35,8 @@ struct Ticket {
   uint32_t next;
 
   static Ticket unpack(uint64_t word) {
-    return Ticket{(uint32_t)(word >> 32), (uint32_t)(word >> 16) & 0xffffu, (uint32_t)word & 0xffffu};
+    return Ticket{(uint32_t)(word >> 32), (uint32_t)(word >> 16) & 0xffffu,
+                  (uint32_t)word & 0xffffu};
   }
   uint64_t pack() const { return (uint64_t)epoch << 32 | (uint64_t)num_chunks << 16 | next; }
 };

@@ -1,0 +1,113 @@
+"""Checks of shapes and types that every implementation of an op makes before it computes."""
+
+import torch
+from torch import Tensor
+
+from serve.kernels.kv_cache import AttentionMetadata, KVCache
+
+
+def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Check that weight fits the last dimension of x and out fits x."""
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"norm weight {describe(weight)} does not fit x {describe(x)}")
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise ValueError(f"norm output {describe(out)} does not fit x {describe(x)}")
+
+
+def check_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Check that residual and weight fit x."""
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(f"residual {describe(residual)} does not fit x {describe(x)}")
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        raise ValueError(f"norm weight {describe(weight)} does not fit x {describe(x)}")
+
+
+def check_rope(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Check that query and key are heads that the cache's angles can rotate."""
+    if query.dim() != 3 or key.dim() != 3 or query.shape[2] != key.shape[2] or query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"rope needs query and key as [num_tokens, heads, head_size], not {describe(query)}, {describe(key)}"
+        )
+    if positions.dtype != torch.int64 or positions.shape != query.shape[:1]:
+        raise ValueError(f"positions {describe(positions)} must be one int64 for each of {query.shape[0]} tokens")
+    rotary_size = cos_sin_cache.shape[-1]
+    if cos_sin_cache.dim() != 2 or rotary_size % 2 or rotary_size > query.shape[2]:
+        raise ValueError(f"cos_sin_cache {describe(cos_sin_cache)} does not fit head_size={query.shape[2]}")
+
+
+def check_gate_up(gate_up: Tensor) -> None:
+    """Check that the last dimension has two halves."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up {describe(gate_up)} needs an even last dimension: gate, then up")
+
+
+def check_kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    """Check that key and value are heads of this cache, with at least one row for each slot."""
+    heads = (cache.num_kv_heads, cache.head_size)
+    if key.dim() != 3 or key.shape[1:] != heads or value.shape != key.shape:
+        raise ValueError(
+            f"key {describe(key)} and value {describe(value)} must be [num_tokens, {heads[0]}, {heads[1]}]"
+        )
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1 or slot_mapping.shape[0] > key.shape[0]:
+        raise ValueError(f"slot_mapping {describe(slot_mapping)} must be int64 with at most {key.shape[0]} entries")
+
+
+def check_attention(query: Tensor, cache: KVCache, meta: AttentionMetadata, out: Tensor) -> None:
+    """Check the shapes and types of one attention call; values are checked by the implementation."""
+    if query.dim() != 3 or query.shape[2] != cache.head_size or out.shape != query.shape:
+        raise ValueError(
+            f"query {describe(query)} and out {describe(out)} must be [num_tokens, num_heads, {cache.head_size}]"
+        )
+    if out.dtype != query.dtype:
+        raise ValueError(f"out is {out.dtype}, query is {query.dtype}; both must be the same")
+    if query.shape[1] % cache.num_kv_heads:
+        raise ValueError(f"num_heads={query.shape[1]} is not a multiple of num_kv_heads={cache.num_kv_heads}")
+    if query.shape[0] < meta.num_tokens:
+        raise ValueError(f"query has {query.shape[0]} rows for num_tokens={meta.num_tokens}")
+    for name, tensor, min_rows in (
+        ("query_start_loc", meta.query_start_loc, meta.num_reqs + 1),
+        ("seq_lens", meta.seq_lens, meta.num_reqs),
+        ("block_table", meta.block_table, meta.num_reqs),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape[0] < min_rows:
+            raise ValueError(f"{name} {describe(tensor)} must be int32 with at least {min_rows} rows")
+    if meta.block_table.dim() != 2:
+        raise ValueError(f"block_table {describe(meta.block_table)} must be [num_reqs, max_blocks]")
+
+
+def window_size(window: int | None) -> int:
+    """Give the sliding window in tokens, 0 for none."""
+    size = window or 0
+    if size < 0:
+        raise ValueError(f"window={size} is negative; use 0 for full attention")
+    return size
+
+
+def describe(tensor: Tensor) -> str:
+    """Give dtype and shape for a message."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def slot_error(token: int, slot: int, num_slots: int) -> ValueError:
+    """Say which token would be written outside the cache."""
+    return ValueError(f"slot_mapping[{token}]={slot} is outside the cache of {num_slots} slots; use -1 to skip a token")
+
+
+def position_error(token: int, position: int, max_position: int) -> ValueError:
+    """Say which position has no rotary angle."""
+    return ValueError(f"positions[{token}]={position} is outside the rotary table of {max_position} positions")
+
+
+def query_start_error(request: int, end: int, num_tokens: int) -> ValueError:
+    """Say which request's token range is impossible."""
+    return ValueError(f"query_start_loc[{request + 1}]={end} is below its predecessor or above num_tokens={num_tokens}")
+
+
+def seq_len_error(request: int, seq_len: int, max_len: int) -> ValueError:
+    """Say which request's length is impossible."""
+    return ValueError(f"seq_lens[{request}]={seq_len} is below its query length or above the block table's {max_len}")
+
+
+def block_error(request: int, index: int, block_id: int, num_blocks: int) -> ValueError:
+    """Say which entry of the block table points outside the cache."""
+    return ValueError(f"block_table[{request}, {index}]={block_id} is outside the cache of {num_blocks} blocks")

@@ -1,0 +1,33 @@
+// What the loader asks of the library itself.
+
+#include "pool.h"
+#include "status.h"
+
+namespace {
+
+// Raised with every change of an entry point, together with ABI_VERSION in binding.py.
+constexpr int32_t kAbiVersion = 1;
+
+}  // namespace
+
+SERVE_API int32_t serve_abi_version() { return kAbiVersion; }
+
+// 2: this processor runs the AVX512 build, 1: the AVX2 build, 0: the portable one only.
+SERVE_API int32_t serve_cpu_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has_avx2 ? (has_avx512 ? 2 : 1) : 0;
+#else
+  return 0;
+#endif
+}
+
+SERVE_API int32_t serve_set_num_threads(int32_t num_threads) {
+  return serve::set_num_threads(num_threads);
+}
+
+SERVE_API int32_t serve_num_threads() { return serve::num_threads(); }

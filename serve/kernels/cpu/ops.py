@@ -1,0 +1,215 @@
+"""Every op on the CPU library: float32 activations, anything else through the plain-torch twin.
+
+Activations of another type are widened for the two cache ops, which the twin would do request by
+request. The library checks slots, positions and blocks itself and names the first bad one.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from serve.kernels import checks, reference
+from serve.kernels.cpu import binding
+from serve.kernels.kv_cache import AttentionMetadata, KVCache
+
+CACHE_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension; see the twin. x may be the heads of a fused projection."""
+    target = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    checks.check_norm(x, weight, target)
+    x_rows, out_rows = _row_groups(x), _row_groups(target)
+    if x.dtype != torch.float32 or x_rows is None or out_rows is None or not weight.is_contiguous():
+        return reference.rms_norm(x, weight, eps, out=target)
+    num_groups, rows_per_group, x_stride = x_rows
+    binding.library().serve_rms_norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        target.data_ptr(),
+        num_groups,
+        rows_per_group,
+        x.shape[-1],
+        x_stride,
+        out_rows[2],
+        eps,
+    )
+    return target
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to residual in place and give the norm of the sum."""
+    checks.check_add_norm(x, residual, weight)
+    is_plain = x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
+    if x.dtype != torch.float32 or not is_plain:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    binding.library().serve_add_rms_norm(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps
+    )
+    return out
+
+
+def rope_(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate query and key in place; see the twin. Both may be views of one fused projection."""
+    checks.check_rope(positions, query, key, cos_sin_cache)
+    is_float = query.dtype == key.dtype == cos_sin_cache.dtype == torch.float32
+    is_plain = _has_plain_heads(query) and _has_plain_heads(key) and positions.stride(0) == 1
+    if not (is_float and is_plain and cos_sin_cache.is_contiguous()):
+        reference.rope_(positions, query, key, cos_sin_cache)
+        return
+    num_tokens, num_heads, head_size = query.shape
+    max_position, rotary_size = cos_sin_cache.shape
+    fault = binding.Fault()
+    status = binding.library().serve_rope(
+        positions.data_ptr(),
+        query.data_ptr(),
+        key.data_ptr(),
+        num_tokens,
+        query.stride(0),
+        key.stride(0),
+        num_heads,
+        key.shape[1],
+        head_size,
+        cos_sin_cache.data_ptr(),
+        max_position,
+        rotary_size,
+        ctypes.addressof(fault),
+    )
+    if status != binding.OK:
+        raise checks.position_error(fault.a, fault.b, max_position)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Give silu(gate) * up for the two halves of the last dimension."""
+    checks.check_gate_up(gate_up)
+    rows = _row_groups(gate_up) if gate_up.dtype == torch.float32 else None
+    if rows is None or rows[1] != 1:
+        return reference.silu_and_mul(gate_up)
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size))
+    binding.library().serve_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows[0], size, rows[2], size)
+    return out
+
+
+def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot; see the twin."""
+    checks.check_kv_write(key, value, cache, slot_mapping)
+    key, value = _plain_float_heads(key), _plain_float_heads(value)
+    slot_mapping = slot_mapping.contiguous()
+    fault = binding.Fault()
+    status = binding.library().serve_write_kv(
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(0),
+        value.stride(0),
+        slot_mapping.data_ptr(),
+        slot_mapping.shape[0],
+        *_cache_arguments(cache),
+        ctypes.addressof(fault),
+    )
+    if status != binding.OK:
+        raise checks.slot_error(fault.a, fault.b, cache.num_blocks * cache.block_size)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> None:
+    """Write causal attention of packed queries over the paged cache to out; see the twin.
+
+    Sums run in float32 in an order that depends on the request alone, so a row is the same to the
+    bit in every batch, however its prompt was split, and with any number of threads.
+    Source: arXiv 2309.06180 (paging), 2205.14135 (merging softmax chunks).
+    """
+    checks.check_attention(query, cache, meta, out)
+    plain_query = _plain_float_heads(query)
+    is_direct = out.dtype == torch.float32 and _has_plain_heads(out)
+    plain_out = out if is_direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    table = meta.block_table
+    if table.stride(1) != 1 or not meta.query_start_loc.is_contiguous() or not meta.seq_lens.is_contiguous():
+        raise ValueError("query_start_loc, seq_lens and the rows of block_table must be contiguous")
+    fault = binding.Fault()
+    status = binding.library().serve_paged_attention(
+        plain_query.data_ptr(),
+        plain_out.data_ptr(),
+        plain_query.stride(0),
+        plain_out.stride(0),
+        meta.query_start_loc.data_ptr(),
+        meta.seq_lens.data_ptr(),
+        table.data_ptr(),
+        table.stride(0),
+        table.shape[1],
+        meta.num_reqs,
+        meta.num_tokens,
+        query.shape[1],
+        scale,
+        checks.window_size(window),
+        *_cache_arguments(cache),
+        ctypes.addressof(fault),
+    )
+    if status != binding.OK:
+        raise _attention_error(int(status), fault, cache, meta)
+    if not is_direct:
+        out.copy_(plain_out)
+
+
+def _attention_error(status: int, fault: binding.Fault, cache: KVCache, meta: AttentionMetadata) -> Exception:
+    """Say what the library refused."""
+    if status == binding.BAD_QUERY_START:
+        return checks.query_start_error(fault.a, fault.b, meta.num_tokens)
+    if status == binding.BAD_SEQ_LEN:
+        return checks.seq_len_error(fault.a, fault.b, meta.block_table.shape[1] * cache.block_size)
+    if status == binding.BAD_BLOCK:
+        return checks.block_error(fault.a, fault.b, fault.c, cache.num_blocks)
+    assert status == binding.OUT_OF_MEMORY, f"unknown status {status} of serve_paged_attention"
+    return MemoryError("no memory left for the partial sums of attention")
+
+
+def _cache_arguments(cache: KVCache) -> tuple[int, int, int, int, int, int, int]:
+    """Give the arguments that describe a cache, in the order of the C declarations."""
+    return (
+        cache.key.data_ptr(),
+        cache.value.data_ptr(),
+        CACHE_TYPE[cache.dtype],
+        cache.num_blocks,
+        cache.block_size,
+        cache.num_kv_heads,
+        cache.head_size,
+    )
+
+
+def _has_plain_heads(heads: Tensor) -> bool:
+    """Tell whether the heads of a token lie side by side; tokens may be any distance apart."""
+    return heads.stride(2) == 1 and (heads.stride(1) == heads.shape[2] or heads.shape[1] == 1)
+
+
+def _plain_float_heads(heads: Tensor) -> Tensor:
+    """Give the same values as float32 heads that lie side by side, without a copy if they do."""
+    if heads.dtype == torch.float32 and _has_plain_heads(heads):
+        return heads
+    return heads.to(torch.float32).contiguous()
+
+
+def _row_groups(x: Tensor) -> tuple[int, int, int] | None:
+    """Describe x as (groups, adjacent rows in a group, distance of groups), None if it is not so.
+
+    Fits contiguous tensors and [num_tokens, heads, head_size] views of a wider row.
+    """
+    if x.dim() == 0:
+        return None
+    size = x.shape[-1]
+    if x.is_contiguous():
+        return (x.numel() // size if size else 0), 1, size
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x.shape[0], 1, x.stride(0)
+    if x.dim() == 3 and _has_plain_heads(x):
+        return x.shape[0], x.shape[1], x.stride(0)
+    return None

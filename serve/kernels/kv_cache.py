@@ -1,0 +1,105 @@
+"""Paged KV cache of one layer and the batch description that attention reads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KEY_LANES = 16
+MAX_HEAD_SIZE = 512
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHE_LINE = 64
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step's batch, as attention needs it; views of persistent buffers are fine.
+
+    query_start_loc  [>= num_reqs + 1] int32, prefix sums of the query lengths
+    seq_lens         [>= num_reqs] int32, computed + scheduled tokens
+    block_table      [>= num_reqs, max_blocks] int32, block ids of each request in order
+    slot_mapping     [>= num_tokens] int64, -1 = do not write
+    max_query_len and max_seq_len are the host's maxima over the requests.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """One layer's cache.
+
+    key    [num_blocks, num_kv_heads, block_size / 16, head_size, 16]: sixteen neighbouring
+           positions lie side by side, so that one vector load serves sixteen scores
+    value  [num_blocks, num_kv_heads, block_size, head_size rounded up to 16], zero padded
+    """
+
+    key: Tensor
+    value: Tensor
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+def padded_head_size(head_size: int) -> int:
+    """Round up to whole vectors, as value rows are stored."""
+    return (head_size + KEY_LANES - 1) // KEY_LANES * KEY_LANES
+
+
+def page_size_bytes(block_size: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """Give the bytes of one block in one layer, key and value together."""
+    check_geometry(block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+    return block_size * num_kv_heads * (head_size + padded_head_size(head_size)) * dtype.itemsize
+
+
+def check_geometry(block_size: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+    """Raise ValueError for a cache that the kernels cannot address."""
+    if block_size <= 0 or block_size % KEY_LANES:
+        raise ValueError(f"block_size={block_size} is not a multiple of {KEY_LANES}; use 16, 32, 64 or 128")
+    if num_kv_heads <= 0:
+        raise ValueError(f"num_kv_heads={num_kv_heads} is not positive")
+    if not 0 < head_size <= MAX_HEAD_SIZE:
+        raise ValueError(f"head_size={head_size} is outside 1..{MAX_HEAD_SIZE}")
+    if dtype not in CACHE_DTYPES:
+        raise ValueError(f"a KV cache of {dtype} is not supported; use float32, bfloat16 or float16")
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> KVCache:
+    """Reserve a zeroed cache in host memory; the system hands out its pages on first write."""
+    check_geometry(block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+    if num_blocks <= 0:
+        raise ValueError(f"num_blocks={num_blocks} is not positive")
+    key_shape = (num_blocks, num_kv_heads, block_size // KEY_LANES, head_size, KEY_LANES)
+    value_shape = (num_blocks, num_kv_heads, block_size, padded_head_size(head_size))
+    return KVCache(
+        key=_zeros(key_shape, dtype),
+        value=_zeros(value_shape, dtype),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make zeros that start on a cache line and cost nothing until they are touched.
+
+    torch.zeros writes every page, seconds for a large cache; numpy's zeros come from the system.
+    """
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)

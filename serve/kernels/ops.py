@@ -1,0 +1,130 @@
+"""The ops of the model; which implementation runs depends on the device alone.
+
+Shapes, units and errors of each op are described at its twin in reference.py.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from serve.kernels import reference
+from serve.kernels.cpu import binding
+from serve.kernels.cpu import ops as cpu_ops
+from serve.kernels.cpu.binding import library_description, set_num_threads
+from serve.kernels.kv_cache import AttentionMetadata, KVCache
+
+__all__ = [
+    "add_rms_norm",
+    "kv_write",
+    "library_description",
+    "paged_attention",
+    "rms_norm",
+    "rope_",
+    "set_num_threads",
+    "silu_and_mul",
+]
+
+
+class Ops(Protocol):
+    """One implementation of every op; modules fit it."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+        """Normalise the last dimension to unit mean square and scale it by weight."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to residual in place and give the norm of the sum."""
+
+    def rope_(self, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+        """Rotate query and key in place by the angles of their positions."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Give silu(gate) * up for the two halves of the last dimension."""
+
+    def kv_write(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+        """Store each token's key and value in its slot."""
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> None:
+        """Write causal attention of packed queries over the paged cache to out."""
+
+
+def _choose_cpu_ops() -> Ops:
+    return reference if binding.load_library().library is None else cpu_ops
+
+
+# Device type -> the implementation for it.
+IMPLEMENTATIONS: dict[str, Callable[[], Ops]] = {"cpu": _choose_cpu_ops}
+
+
+@functools.cache
+def implementation(device_type: str) -> Ops:
+    """Give the ops for a device type; ValueError for one that has none."""
+    if device_type not in IMPLEMENTATIONS:
+        supported = ", ".join(sorted(IMPLEMENTATIONS))
+        raise ValueError(f"there are no kernels for device '{device_type}'; supported: {supported}")
+    return IMPLEMENTATIONS[device_type]()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension to unit mean square and scale it by weight.
+
+    Writes to out if given (x itself is allowed), else to a new contiguous tensor.
+    """
+    return implementation(x.device.type).rms_norm(x, weight, eps, out=out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to residual in place and give the norm of the sum as a new tensor."""
+    return implementation(x.device.type).add_rms_norm(x, residual, weight, eps)
+
+
+def rope_(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate query and key in place by the angles of their positions.
+
+    query, key     [num_tokens, num_heads or num_kv_heads, head_size], rows may be strided
+    cos_sin_cache  [max_position, rotary_size], cosines then sines; the first rotary_size elements
+                   of a head are rotated, element i with element i + rotary_size / 2
+    """
+    implementation(query.device.type).rope_(positions, query, key, cos_sin_cache)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Give silu(gate) * up for the two halves of the last dimension."""
+    return implementation(gate_up.device.type).silu_and_mul(gate_up)
+
+
+def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot, rounded to the cache's dtype; -1 skips a token.
+
+    key, value  [num_tokens, num_kv_heads, head_size], rows may be strided
+    A slot outside the cache raises ValueError before anything is written.
+    """
+    implementation(key.device.type).kv_write(key, value, cache, slot_mapping)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> None:
+    """Write causal attention of packed queries over the paged cache to out.
+
+    query, out  [num_tokens, num_heads, head_size], rows may be strided
+    window      keys that a query sees, itself included; None or 0 = all
+    Raises ValueError for a block outside the cache or lengths that do not fit each other.
+    """
+    implementation(query.device.type).paged_attention(query, cache, meta, out, scale=scale, window=window)

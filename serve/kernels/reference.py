@@ -1,0 +1,148 @@
+"""Plain-torch twin of every op: slow, obviously right, on any device.
+
+Sums run in float32, or in float64 where the activations are float64. The served implementations
+are compared with these, and these with dense float64 formulas.
+"""
+
+import torch
+from torch import Tensor
+
+from serve.kernels import checks
+from serve.kernels.kv_cache import AttentionMetadata, KVCache
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """Normalise the last dimension to unit mean square and scale it by weight; out may be x."""
+    target = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    checks.check_norm(x, weight, target)
+    wide = _widen(x)
+    mean_square = wide.square().mean(dim=-1, keepdim=True)
+    target.copy_(wide * torch.rsqrt(mean_square + eps) * _widen(weight))
+    return target
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to residual in place and give the norm of the sum."""
+    checks.check_add_norm(x, residual, weight)
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rope_(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate query and key in place by the angles of their positions.
+
+    query, key     [num_tokens, num_heads or num_kv_heads, head_size]
+    cos_sin_cache  [max_position, rotary_size], cosines then sines; the first rotary_size elements
+                   of a head are rotated, element i with element i + rotary_size / 2
+    """
+    checks.check_rope(positions, query, key, cos_sin_cache)
+    max_position, rotary_size = cos_sin_cache.shape
+    is_bad = (positions < 0) | (positions >= max_position)
+    if bool(is_bad.any()):
+        token = int(is_bad.nonzero()[0])
+        raise checks.position_error(token, int(positions[token]), max_position)
+    half = rotary_size // 2
+    angles = _widen(cos_sin_cache)[positions].unsqueeze(1)
+    cosine, sine = angles[..., :half], angles[..., half:]
+    for heads in (query, key):
+        x = _widen(heads[..., :half])
+        y = _widen(heads[..., half:rotary_size])
+        rotated = torch.cat((x * cosine - y * sine, y * cosine + x * sine), dim=-1)
+        heads[..., :rotary_size].copy_(rotated)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Give silu(gate) * up for the two halves of the last dimension."""
+    checks.check_gate_up(gate_up)
+    gate, up = _widen(gate_up).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    """Store each token's key and value in its slot, rounded to the cache's dtype; -1 skips a token.
+
+    key, value  [num_tokens, num_kv_heads, head_size]
+    A slot outside the cache raises ValueError before anything is written.
+    """
+    checks.check_kv_write(key, value, cache, slot_mapping)
+    num_slots = cache.num_blocks * cache.block_size
+    is_bad = (slot_mapping < -1) | (slot_mapping >= num_slots)
+    if bool(is_bad.any()):
+        token = int(is_bad.nonzero()[0])
+        raise checks.slot_error(token, int(slot_mapping[token]), num_slots)
+    tokens = (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[tokens]
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    lanes = cache.key.shape[-1]
+    cache.key[block, :, offset // lanes, :, offset % lanes] = key[tokens].to(cache.dtype)
+    cache.value[block, :, offset, : cache.head_size] = value[tokens].to(cache.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> None:
+    """Write causal attention of packed queries over the paged cache to out.
+
+    query, out  [num_tokens, num_heads, head_size]
+    window      keys that a query sees, itself included; None or 0 = all
+    Rows that belong to no request stay untouched. A block outside the cache raises ValueError.
+    """
+    checks.check_attention(query, cache, meta, out)
+    size = checks.window_size(window)
+    starts: list[int] = meta.query_start_loc[: meta.num_reqs + 1].tolist()
+    seq_lens: list[int] = meta.seq_lens[: meta.num_reqs].tolist()
+    for request, seq_len in enumerate(seq_lens):
+        begin, end = starts[request], starts[request + 1]
+        if begin < 0 or end < begin or end > meta.num_tokens:
+            raise checks.query_start_error(request, end, meta.num_tokens)
+        if begin == end:
+            continue
+        max_len = meta.block_table.shape[1] * cache.block_size
+        if seq_len < end - begin or seq_len > max_len:
+            raise checks.seq_len_error(request, seq_len, max_len)
+        first_key = max(0, seq_len - (end - begin) + 1 - size) if size else 0
+        keys, values = _gather(cache, meta.block_table[request], request, (first_key, seq_len))
+        out[begin:end] = _attend(query[begin:end], keys, values, scale=scale, window=size).to(out.dtype)
+
+
+def _gather(cache: KVCache, block_ids: Tensor, request: int, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Give keys and values [num_keys, num_kv_heads, head_size] of positions [span[0], span[1])."""
+    first_block = span[0] // cache.block_size
+    end_block = (span[1] + cache.block_size - 1) // cache.block_size
+    blocks = block_ids[first_block:end_block].long()
+    is_bad = (blocks < 0) | (blocks >= cache.num_blocks)
+    if bool(is_bad.any()):
+        index = int(is_bad.nonzero()[0])
+        raise checks.block_error(request, first_block + index, int(blocks[index]), cache.num_blocks)
+    rows = slice(span[0] - first_block * cache.block_size, span[1] - first_block * cache.block_size)
+    keys = cache.key[blocks].permute(0, 2, 4, 1, 3).flatten(0, 2)
+    values = cache.value[blocks].permute(0, 2, 1, 3).flatten(0, 1)[..., : cache.head_size]
+    return keys[rows], values[rows]
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int) -> Tensor:
+    """Attend one request's queries to its keys, whose last ones are the queries' own."""
+    num_tokens, num_heads, _ = query.shape
+    wide = _widen(query)
+    group_size = num_heads // keys.shape[1]
+    keys = keys.to(wide.dtype).repeat_interleave(group_size, dim=1)
+    values = values.to(wide.dtype).repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("thd,khd->htk", wide * scale, keys)
+    key_position = torch.arange(keys.shape[0], device=query.device)
+    query_position = key_position[keys.shape[0] - num_tokens :].unsqueeze(1)
+    is_seen = key_position <= query_position
+    if window:
+        is_seen &= key_position > query_position - window
+    weights = torch.softmax(scores.masked_fill(~is_seen, -torch.inf), dim=-1)
+    return torch.einsum("htk,khd->thd", weights, values)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Give float64 as it is and everything else as float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
