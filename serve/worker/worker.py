@@ -1,0 +1,239 @@
+"""The worker role: one device, the model on it and its KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from serve.checkpoint import Checkpoint, ModelArch
+from serve.config import AUTO_MAX_MODEL_LEN, EngineConfig
+from serve.errors import ConfigError, ExitCode
+from serve.kernels import ops
+from serve.kernels.attention import select_backend
+from serve.models.registry import DTYPES, compute_dtype, load_model
+from serve.sampling_params import SamplingParams
+from serve.wire.step import (
+    CachedRequestData,
+    GrammarOutput,
+    KVCacheConfig,
+    KVCacheSpec,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from serve.worker.host import free_memory_bytes, processor_name, usable_cpus
+from serve.worker.logits_processors import ProcessorChain, load_processors
+from serve.worker.model_runner import Model, ModelRunner, RunnerLimits
+
+log = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES: Final = 4 << 30
+_WARM_UP_ID: Final = "warm-up"
+_WARM_UP_TOKENS: Final = 32
+_MIB: Final = 1 << 20
+
+ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], Model]
+
+
+def load_registered_model(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Build the checkpoint's architecture from the table of models and fill it."""
+    return load_model(checkpoint, config.model, dtype=dtype, device=device)
+
+
+class Worker:
+    """Runs steps on the CPU. All calls come from one thread, the start-up calls in the order of the methods."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, load: ModelLoader = load_registered_model) -> None:
+        """Take resolved settings; nothing is loaded. Raises ConfigError for a logits processor that is not there."""
+        self._config = config
+        self._checkpoint = checkpoint
+        self._load = load
+        self._device = torch.device("cpu")
+        self._backend = select_backend(self._device)
+        self._dtype = compute_dtype(config.model.dtype, checkpoint, self._device)
+        cache_dtype = config.cache.kv_cache_dtype
+        self._kv_dtype = self._dtype if cache_dtype == "auto" else DTYPES[cache_dtype]
+        self._processors = ProcessorChain(load_processors(config.model.logits_processors))
+        self._num_threads = 1
+        self._model: Model | None = None
+        self._runner: ModelRunner | None = None
+        self.dtype_name = str(self._dtype).removeprefix("torch.")
+
+    def init_device(self) -> None:
+        """Choose the number of threads: all processors, less one for the front end where there are more than two."""
+        cpus = min(usable_cpus(), torch.get_num_threads())
+        self._num_threads = cpus - 1 if cpus > 2 else cpus
+        torch.set_num_threads(self._num_threads)
+        ops.set_num_threads(self._num_threads)
+        log.info("device ready: %s", self.device_description())
+
+    def load_model(self) -> None:
+        """Build the model and read its weights. Raises ConfigError (MODEL) when they do not fit each other."""
+        with torch.inference_mode():
+            self._model = self._load(self._checkpoint, self._config, self._dtype, self._device)
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """Say what one layer stores for one block."""
+        arch = self._checkpoint.arch
+        block_size = self._config.cache.block_size
+        page_size = self._backend.page_size_bytes(
+            block_size, num_kv_heads=arch.num_kv_heads, head_size=arch.head_size, dtype=self._kv_dtype
+        )
+        all_slide = not arch.sliding_layers or len(arch.sliding_layers) == arch.num_layers
+        return KVCacheSpec(
+            num_layers=arch.num_layers,
+            block_size=block_size,
+            num_kv_heads=arch.num_kv_heads,
+            head_size=arch.head_size,
+            dtype=str(self._kv_dtype).removeprefix("torch."),
+            page_size_bytes=page_size,
+            sliding_window=arch.sliding_window if all_slide else None,
+        )
+
+    def determine_available_memory(self) -> int:
+        """Give the bytes the KV cache may take; 0 or less when activations leave nothing.
+
+        A given size is taken as it is. Otherwise it is 4 GiB, or what one request of full length needs if that is
+        more, and never above the share of free memory that is left beside the activations of the largest step.
+        """
+        given = self._config.cache.kv_cache_memory_bytes
+        if given is not None:
+            return given
+        spec = self.get_kv_cache_spec()
+        num_blocks = -(-self._max_model_len() // spec.block_size) + 2
+        wanted = max(CPU_KV_CACHE_BYTES, num_blocks * spec.page_size_bytes * spec.num_layers)
+        free = free_memory_bytes()
+        activations = activation_bytes(self._checkpoint.arch, self._config, self._dtype)
+        allowed = int(free * self._config.cache.gpu_memory_utilization) - activations
+        log.info(
+            "memory: free=%d MiB activations=%d MiB allowed for the kv cache=%d MiB wanted=%d MiB",
+            *(number // _MIB for number in (free, activations, allowed, wanted)),
+        )
+        return min(wanted, allowed)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache and make ready to run steps."""
+        assert self._model is not None, "load_model comes before initialize_kv_cache"
+        arch, scheduler = self._checkpoint.arch, self._config.scheduler
+        assert scheduler.max_num_seqs is not None, "settings must be resolved"
+        assert scheduler.max_num_batched_tokens is not None, "settings must be resolved"
+        try:
+            kv_caches = [
+                self._backend.allocate_kv_cache(
+                    config.num_blocks,
+                    config.block_size,
+                    num_kv_heads=arch.num_kv_heads,
+                    head_size=arch.head_size,
+                    dtype=self._kv_dtype,
+                )
+                for _ in range(arch.num_layers)
+            ]
+        except MemoryError as e:
+            raise no_memory_error(config, self.get_kv_cache_spec()) from e
+        limits = RunnerLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self._max_model_len(),
+            block_size=config.block_size,
+            vocab_size=arch.vocab_size,
+        )
+        self._runner = ModelRunner(
+            self._model,
+            kv_caches,
+            limits,
+            logprobs_mode=self._config.model.logprobs_mode,
+            processors=self._processors,
+        )
+
+    def warm_up(self) -> None:
+        """Run a prefill and a decode step, so that the first request finds threads, memory and kernels ready."""
+        assert self._config.scheduler.max_num_batched_tokens is not None, "settings must be resolved"
+        block_size = self._config.cache.block_size
+        num_tokens = min(
+            _WARM_UP_TOKENS, self._max_model_len() - 1, self._config.scheduler.max_num_batched_tokens, block_size - 1
+        )
+        if num_tokens < 1:
+            return
+        request = NewRequestData(
+            req_id=_WARM_UP_ID,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+            block_ids=[1],
+            num_computed_tokens=0,
+        )
+        prefill = self._run_step(_step([request], CachedRequestData(), num_tokens))
+        decode = self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1))
+        for error in {**prefill.errors, **decode.errors}.values():
+            log.warning("the model failed on a test prompt: %s; check the checkpoint, or try --dtype float32", error)
+        self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the forward pass; None means that sample_tokens must follow."""
+        return self._ready_runner().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample from the logits of the last forward pass."""
+        return self._ready_runner().sample_tokens(grammar_output)
+
+    def device_description(self) -> str:
+        """Name the processor, its threads and the kernels in use."""
+        return f"{processor_name()}, {self._num_threads} threads, {ops.library_description()}"
+
+    def shutdown(self) -> None:
+        """Let go of model and cache."""
+        self._runner = None
+        self._model = None
+
+    def _run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self.execute_model(scheduler_output)
+        return self.sample_tokens(None)
+
+    def _ready_runner(self) -> ModelRunner:
+        assert self._runner is not None, "initialize_kv_cache comes before the first step"
+        return self._runner
+
+    def _max_model_len(self) -> int:
+        """Give the resolved limit, or the model's own when the limit is found after this worker has started."""
+        length = self._config.model.max_model_len
+        assert length is not None, "settings must be resolved"
+        return self._checkpoint.arch.max_position_embeddings if length == AUTO_MAX_MODEL_LEN else length
+
+
+def activation_bytes(arch: ModelArch, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Give an upper bound of the working memory of the largest step, in bytes.
+
+    Counted for each token of the budget: hidden state, residual and their norms; q, k, v and the attention output;
+    gate, up, their product. Counted for each request: logits in float32, twice for a transform that copies them.
+    """
+    tokens, requests = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    assert tokens is not None, "settings must be resolved"
+    assert requests is not None, "settings must be resolved"
+    attention = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_size
+    per_token = 5 * arch.hidden_size + attention + 4 * arch.intermediate_size
+    return tokens * per_token * dtype.itemsize + 2 * requests * arch.vocab_size * 4
+
+
+def no_memory_error(config: KVCacheConfig, spec: KVCacheSpec) -> ConfigError:
+    """Say that the system refused the memory of the cache, and what to change."""
+    needed = config.num_blocks * spec.page_size_bytes * spec.num_layers / (1 << 30)
+    return ConfigError(
+        f"the system refused {needed:.2f} GiB for a KV cache of {config.num_blocks} blocks; "
+        "lower --kv-cache-memory-bytes or --num-gpu-blocks-override",
+        ExitCode.RESOURCES,
+    )
+
+
+def _step(new: list[NewRequestData], cached: CachedRequestData, num_tokens: int) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_index=0,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={_WARM_UP_ID: num_tokens},
+        total_num_scheduled_tokens=num_tokens,
+    )
