@@ -1,0 +1,83 @@
+"""The seam between the engine core and whoever runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from serve.checkpoint import Checkpoint
+from serve.config import EngineConfig
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+
+
+class Worker(Protocol):
+    """Owns one device and the model on it. Called from one thread, the start-up calls in this order."""
+
+    dtype_name: str
+
+    def init_device(self) -> None:
+        """Take the device; nothing is loaded."""
+
+    def load_model(self) -> None:
+        """Read the weights."""
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """Say what one layer stores for one block."""
+
+    def determine_available_memory(self) -> int:
+        """Give the bytes the KV cache may take, measured with a full-size dummy step."""
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache."""
+
+    def warm_up(self) -> None:
+        """Run each kind of step once, so that the first request is as fast as the others."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the forward pass; None means that sample_tokens must follow."""
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample from the logits of the last forward pass."""
+
+    def device_description(self) -> str:
+        """Name the device for people."""
+
+    def shutdown(self) -> None:
+        """Release the device."""
+
+
+WorkerFactory = Callable[[EngineConfig, Checkpoint], Worker]
+
+
+class Executor(Protocol):
+    """Runs workers for the engine core. Steps are executed in the order of the calls.
+
+    max_concurrent_batches is how many steps may be in flight; above 1 the core schedules ahead.
+    """
+
+    max_concurrent_batches: int
+
+    def start(self, report: Callable[[str], None]) -> KVCacheSpec:
+        """Take the device and load the model; report is told each stage."""
+
+    def determine_available_memory(self) -> int:
+        """Give the bytes the KV cache may take."""
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache and warm up."""
+
+    def describe(self) -> tuple[str, str]:
+        """Give the names of the compute type and of the device."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+        """Start the forward pass of a step."""
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """Start the sampling of the step executed last."""
+
+    def check_health(self) -> None:
+        """Raise RuntimeError when a worker is gone."""
+
+    def shutdown(self) -> None:
+        """Stop the workers; a step that runs is waited for."""

@@ -1,0 +1,148 @@
+"""A request inside the engine core, and its status machine."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from serve.sampling_params import SamplingParams
+from serve.wire.frontend import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is. Everything after PREEMPTED is final."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+
+_FINAL: Final = frozenset(status for status in RequestStatus if status > RequestStatus.PREEMPTED)
+
+LEGAL_MOVES: Final[dict[RequestStatus, frozenset[RequestStatus]]] = {
+    RequestStatus.WAITING: _FINAL | {RequestStatus.RUNNING},
+    RequestStatus.RUNNING: _FINAL | {RequestStatus.PREEMPTED},
+    RequestStatus.PREEMPTED: _FINAL | {RequestStatus.RUNNING},
+    RequestStatus.FINISHED_STOPPED: frozenset(),
+    RequestStatus.FINISHED_LENGTH_CAPPED: frozenset(),
+    RequestStatus.FINISHED_ABORTED: frozenset(),
+    RequestStatus.FINISHED_ERROR: frozenset(),
+}
+
+FINISH_REASONS: Final[dict[RequestStatus, FinishReason]] = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request; owned by the scheduler.
+
+    all_token_ids = prompt, then output. num_computed_tokens also counts tokens of steps still in flight.
+    num_output_placeholders: tokens that steps in flight will sample, whose ids are not known yet.
+    num_committed_blocks: leading blocks already offered to the prefix cache. block_hashes covers the leading full
+    blocks of all_token_ids, possibly fewer than there are.
+    """
+
+    req_id: str
+    sampling_params: SamplingParams
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    arrival_time: float = 0.0
+    priority: int = 0
+    client_index: int = 0
+    cache_salt: str | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | None = None
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    num_committed_blocks: int = 0
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    events: list[EngineCoreEvent] = field(default_factory=list)
+    prefill_stats: PrefillStats | None = None
+
+    @classmethod
+    def from_wire(cls, message: EngineCoreRequest) -> Request:
+        """Build the state of a request that just arrived."""
+        return cls(
+            req_id=message.request_id,
+            sampling_params=message.sampling_params,
+            all_token_ids=list(message.prompt_token_ids),
+            num_prompt_tokens=len(message.prompt_token_ids),
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            client_index=message.client_index,
+            cache_salt=message.cache_salt,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt plus output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """True when the status is final."""
+        return self.status > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason as sent to the front end, or None while unfinished."""
+        return FINISH_REASONS.get(self.status)
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change the status along a legal move."""
+        assert status in LEGAL_MOVES[self.status], f"{self.req_id}: {self.status.name} -> {status.name} is not legal"
+        self.status = status
+
+    def record_event(self, event_type: EventType) -> None:
+        """Note a scheduler event; it rides on the next output."""
+        self.events.append(EngineCoreEvent(event_type, time.monotonic()))
+
+    def take_events(self) -> list[EngineCoreEvent] | None:
+        """Give the events since the last output, or None."""
+        if not self.events:
+            return None
+        events, self.events = self.events, []
+        return events
+
+    def take_prefill_stats(self) -> PrefillStats | None:
+        """Give the prefill statistics, once."""
+        stats, self.prefill_stats = self.prefill_stats, None
+        return stats
+
+
+def find_stop(request: Request, max_model_len: int) -> RequestStatus | None:
+    """Test whether the last token ends the request; sets stop_reason when a stop id did.
+
+    An end id that arrives exactly at the length limit counts as a stop. min_tokens holds back end ids, never the
+    length limits.
+    """
+    params = request.sampling_params
+    token_ids = request.all_token_ids
+    num_output_tokens = len(token_ids) - request.num_prompt_tokens
+    if num_output_tokens >= params.min_tokens:
+        last = token_ids[-1]
+        if last == params.eos_token_id:
+            return RequestStatus.FINISHED_STOPPED
+        if last in params.stop_token_ids:
+            request.stop_reason = last
+            return RequestStatus.FINISHED_STOPPED
+    if num_output_tokens >= params.max_tokens or len(token_ids) >= max_model_len:
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    return None
