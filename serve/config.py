@@ -229,6 +229,11 @@ def read_environment() -> Environment:
     )
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """Give this process's environment with some variables changed, for a child process."""
+    return {**os.environ, **changes}
+
+
 def validate(config: ServeConfig) -> None:
     """Refuse values that cannot work, before any model is looked at. Raises ConfigError naming flag and limit."""
     _validate_engine(config.engine)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
+from serve.kernels.packed_weight import PackedWeight
 
 
 def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -33,6 +34,20 @@ def check_rope(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Ten
     rotary_size = cos_sin_cache.shape[-1]
     if cos_sin_cache.dim() != 2 or rotary_size % 2 or rotary_size > query.shape[2]:
         raise ValueError(f"cos_sin_cache {describe(cos_sin_cache)} does not fit head_size={query.shape[2]}")
+
+
+def check_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
+    """Check that rows of x have the weight's inputs and the bias its outputs."""
+    if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype != weight.data.dtype:
+        raise ValueError(f"x {describe(x)} does not fit a {weight.data.dtype} weight of {weight.num_in} inputs")
+    if bias is not None and (bias.shape != (weight.num_out,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias {describe(bias)} does not fit {weight.num_out} outputs of {x.dtype}")
+
+
+def check_weight(weight: Tensor) -> None:
+    """Check that a weight can be packed."""
+    if weight.dim() != 2 or weight.dtype != torch.float32:
+        raise ValueError(f"weight {describe(weight)} cannot be packed; it must be float32 [num_out, num_in]")
 
 
 def check_gate_up(gate_up: Tensor) -> None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from serve.kernels import reference
@@ -14,11 +15,15 @@ from serve.kernels.cpu import binding
 from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
+from serve.kernels.packed_weight import PackedWeight
 
 __all__ = [
     "add_rms_norm",
     "kv_write",
     "library_description",
+    "linear",
+    "pack_linear",
+    "packs",
     "paged_attention",
     "rms_norm",
     "rope_",
@@ -41,6 +46,15 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Give silu(gate) * up for the two halves of the last dimension."""
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Tell whether linear on packed weights pays for a type."""
+
+    def pack_linear(self, weight: Tensor) -> PackedWeight:
+        """Repack a float32 weight [num_out, num_in]."""
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """Give x times a packed weight, plus bias."""
 
     def kv_write(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store each token's key and value in its slot."""
@@ -101,6 +115,21 @@ def rope_(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Give silu(gate) * up for the two halves of the last dimension."""
     return implementation(gate_up.device.type).silu_and_mul(gate_up)
+
+
+def packs(device_type: str, dtype: torch.dtype) -> bool:
+    """Tell whether linear on packed weights pays on a device for a type; else use a plain product."""
+    return implementation(device_type).packs(dtype)
+
+
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """Repack a float32 weight [num_out, num_in] for linear."""
+    return implementation(weight.device.type).pack_linear(weight)
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Give x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
+    return implementation(x.device.type).linear(x, weight, bias)
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

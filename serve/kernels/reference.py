@@ -9,6 +9,7 @@ from torch import Tensor
 
 from serve.kernels import checks
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
+from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -56,6 +57,28 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     checks.check_gate_up(gate_up)
     gate, up = _widen(gate_up).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Tell whether linear on packed weights pays for a type: never here, a plain product is faster."""
+    return False
+
+
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """Repack a float32 weight [num_out, num_in]."""
+    checks.check_weight(weight)
+    packed = empty_packed_weight(weight.shape[0], weight.shape[1])
+    rows = torch.zeros(packed.data.shape[0] * WEIGHT_LANES, weight.shape[1])
+    rows[: weight.shape[0]] = weight
+    packed.data.copy_(rows.view(-1, WEIGHT_LANES, weight.shape[1]).transpose(1, 2))
+    return packed
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Give x [num_tokens, num_in] times the weight, plus bias [num_out], as [num_tokens, num_out]."""
+    checks.check_linear(x, weight, bias)
+    product = x @ weight.plain().T
+    return product if bias is None else product + bias
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

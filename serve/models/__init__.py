@@ -1,1 +1,1 @@
-"""Model architectures and their weights."""
+"""Model architectures: layers, weights and the table that maps an architecture's name to its builder."""

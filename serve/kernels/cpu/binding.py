@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 1
+ABI_VERSION = 2
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -35,6 +35,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | None, tuple[type, ...]]] = {
     "serve_rms_norm": (None, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _FLOAT)),
     "serve_add_rms_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _FLOAT)),
     "serve_rope": (_I32, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _I32, _PTR, _I64, _I32, _PTR)),
+    "serve_linear": (None, (_PTR, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64)),
+    "serve_pack_linear": (None, (_PTR, _PTR, _I64, _I64)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _I64, *_CACHE, _PTR)),
     "serve_paged_attention": (

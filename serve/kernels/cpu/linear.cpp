@@ -2,8 +2,8 @@
 //
 // Weights lie as [output / 16][input][16]: one vector load gives sixteen outputs their weight for
 // one input, so nothing is summed across lanes. Every output adds its products in one fixed order,
-// input by input in chunks of kChunk, so a row is the same to the bit in every batch and with any
-// number of threads.
+// input by input in equal chunks of at most kMaxChunk, so a row is the same to the bit in every
+// batch and with any number of threads.
 
 #include <algorithm>
 
@@ -14,9 +14,10 @@
 namespace serve {
 namespace {
 
-constexpr int64_t kChunk = 512;                 // inputs summed in registers at a time
-constexpr int64_t kGroupFloats = 64 * 1024;     // weights of a group of tiles: they stay in the L2 cache
-constexpr int64_t kMinProducts = 150 * 1000;    // less than this does not pay for a helper
+constexpr int64_t kMaxChunk = 1024;           // most inputs summed in registers at a time
+constexpr int64_t kPrefetch = 16;             // inputs ahead whose weights are fetched
+constexpr int64_t kGroupFloats = 64 * 1024;   // weights of a group of tiles stay in the L2 cache
+constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 #if defined(__AVX512F__)
 constexpr int kAccumulators = 24;  // vector registers that hold sums
 #else
@@ -53,7 +54,12 @@ SERVE_INLINE void block(const Problem& p, int64_t row, int64_t tile, int64_t fir
   const float* weight = p.weight + tile * p.num_in * kLanes;
   for (int64_t i = first; i < last; i++) {
     Lanes w[kTiles];
-    for (int t = 0; t < kTiles; t++) w[t] = load(weight + (t * p.num_in + i) * kLanes);
+    for (int t = 0; t < kTiles; t++) {
+      const float* source = weight + (t * p.num_in + i) * kLanes;
+      // One tile is one stream of memory, too few for the hardware to keep it busy.
+      if constexpr (kTiles == 1) __builtin_prefetch(source + kPrefetch * kLanes);
+      w[t] = load(source);
+    }
     for (int r = 0; r < kRows; r++) {
       const Native value = splat_native(x[r * p.x_stride + i]);
       for (int t = 0; t < kTiles; t++) sums[r][t] = fma(w[t], value, sums[r][t]);
@@ -76,7 +82,8 @@ SERVE_INLINE void block(const Problem& p, int64_t row, int64_t tile, int64_t fir
 }
 
 template <int kRows>
-SERVE_INLINE void rows(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t first, int64_t last) {
+SERVE_INLINE void rows(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t first,
+                       int64_t last) {
   constexpr int kTiles = tiles_for(kRows);
   int64_t tile = begin;
   for (; tile + kTiles <= end; tile += kTiles) block<kRows, kTiles>(p, row, tile, first, last);
@@ -85,8 +92,8 @@ SERVE_INLINE void rows(const Problem& p, int64_t row, int64_t begin, int64_t end
 
 // Picks the block height at run time; count is at most kRows.
 template <int kRows>
-SERVE_INLINE void some_rows(int count, const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t first,
-                            int64_t last) {
+SERVE_INLINE void some_rows(int count, const Problem& p, int64_t row, int64_t begin, int64_t end,
+                            int64_t first, int64_t last) {
   if constexpr (kRows > 1) {
     if (count < kRows) return some_rows<kRows - 1>(count, p, row, begin, end, first, last);
   }
@@ -94,12 +101,15 @@ SERVE_INLINE void some_rows(int count, const Problem& p, int64_t row, int64_t be
 }
 
 void tiles(const Problem& p, int64_t begin, int64_t end) {
-  const int64_t group = std::max<int64_t>(kGroupFloats / (std::min(p.num_in, kChunk) * kLanes), kMaxTiles);
+  const int64_t num_chunks = std::max<int64_t>((p.num_in + kMaxChunk - 1) / kMaxChunk, 1);
+  const int64_t chunk = (p.num_in + num_chunks - 1) / num_chunks;
+  // Whole blocks: a tile that is left over runs alone and slowly.
+  const int64_t group = (kGroupFloats / (chunk * kLanes + 1) / kMaxTiles + 1) * kMaxTiles;
   for (int64_t tile = begin; tile < end; tile += group) {
     const int64_t last_tile = std::min(tile + group, end);
     int64_t first = 0;
     do {  // also once for no inputs: the outputs are then the bias
-      const int64_t last = std::min(first + kChunk, p.num_in);
+      const int64_t last = std::min(first + chunk, p.num_in);
       for (int64_t row = 0; row < p.num_rows; row += kMaxRows) {
         const int count = (int)std::min<int64_t>(kMaxRows, p.num_rows - row);
         some_rows<kMaxRows>(count, p, row, tile, last_tile, first, last);
@@ -114,18 +124,21 @@ void tiles(const Problem& p, int64_t begin, int64_t end) {
 
 // out [num_rows][num_out] = x [num_rows][num_in] times weight, plus bias [num_out] unless null.
 // weight is [ceil(num_out / 16)][num_in][16]; rows of x lie x_stride floats apart.
-SERVE_API void serve_linear(const float* x, int64_t x_stride, const float* weight, const float* bias,
-                            float* out, int64_t num_rows, int64_t num_in, int64_t num_out) {
+SERVE_API void serve_linear(const float* x, int64_t x_stride, const float* weight,
+                            const float* bias, float* out, int64_t num_rows, int64_t num_in,
+                            int64_t num_out) {
   using namespace serve;
   const Problem problem{x, x_stride, weight, bias, out, num_rows, num_in, num_out};
   const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;
   const int64_t products_per_tile = num_rows * num_in * kLanes + 1;
   const int64_t min_tiles = std::max<int64_t>(kMinProducts / products_per_tile + 1, kMaxTiles);
-  parallel_for(num_tiles, min_tiles, [&](int64_t begin, int64_t end) { tiles(problem, begin, end); });
+  parallel_for(num_tiles, min_tiles,
+               [&](int64_t begin, int64_t end) { tiles(problem, begin, end); });
 }
 
 // Repacks weight [num_out][num_in] into packed [ceil(num_out / 16)][num_in][16], zero padded.
-SERVE_API void serve_pack_linear(const float* weight, float* packed, int64_t num_in, int64_t num_out) {
+SERVE_API void serve_pack_linear(const float* weight, float* packed, int64_t num_in,
+                                 int64_t num_out) {
   using namespace serve;
   constexpr int64_t kStrip = 64;  // inputs at a time, so that sixteen short strips are read at once
   const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;

@@ -12,6 +12,7 @@ from torch import Tensor
 from serve.kernels import checks, reference
 from serve.kernels.cpu import binding
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
+from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
 
 CACHE_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -91,6 +92,42 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size))
     binding.library().serve_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows[0], size, rows[2], size)
+    return out
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Tell whether linear on packed weights pays for a type."""
+    return dtype == torch.float32
+
+
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """Repack a float32 weight [num_out, num_in]; see the twin."""
+    checks.check_weight(weight)
+    plain = weight.contiguous()
+    packed = empty_packed_weight(plain.shape[0], plain.shape[1])
+    binding.library().serve_pack_linear(plain.data_ptr(), packed.data.data_ptr(), packed.num_in, packed.num_out)
+    return packed
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Give x times the weight, plus bias; see the twin.
+
+    Every output sums its products in one fixed order, so a row is the same to the bit in every
+    batch and with any number of threads.
+    """
+    checks.check_linear(x, weight, bias)
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((x.shape[0], weight.num_out))
+    binding.library().serve_linear(
+        rows.data_ptr(),
+        rows.stride(0),
+        weight.data.data_ptr(),
+        None if bias is None else bias.contiguous().data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        weight.num_in,
+        weight.num_out,
+    )
     return out
 
 

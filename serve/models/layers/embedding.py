@@ -1,0 +1,60 @@
+"""Token embedding and the output head, which may be one matrix in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve.kernels.packed_weight import PackedWeight
+from serve.models.layers.linear import LinearLayer, PackedLinear, make_linear
+
+
+class Embedding(Protocol):
+    """Rows of a [vocab_size, hidden_size] matrix by token id."""
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEmbedding:
+    """Rows of weight [vocab_size, hidden_size]."""
+
+    weight: Tensor
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
+        return F.embedding(input_ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEmbedding:
+    """Rows of the output head's packed weight, so that a tied model has the matrix once."""
+
+    weight: PackedWeight
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
+        return self.weight.rows(input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """Scores of every token of the vocabulary."""
+
+    linear: LinearLayer
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Map [n, hidden_size] to float32 logits [n, vocab_size]."""
+        return self.linear(hidden_states).float()
+
+
+def tied_embedding(weight: Tensor) -> tuple[Embedding, OutputHead]:
+    """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
+    linear = make_linear(weight)
+    if isinstance(linear, PackedLinear):
+        return PackedEmbedding(linear.weight), OutputHead(linear)
+    return PlainEmbedding(weight), OutputHead(linear)

@@ -1,0 +1,61 @@
+"""Linear layers, fused ones included, on plain or packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve.kernels import ops
+from serve.kernels.packed_weight import PackedWeight
+from serve.models.weights.loader import ParameterLoader
+
+
+class LinearLayer(Protocol):
+    """y = x W^T + b in one of several storage forms."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, out_features]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """A layer with torch's own product.
+
+    weight  [out_features, in_features]
+    bias    [out_features] or None
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, out_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A layer with our kernel: a row's result does not depend on the rows beside it."""
+
+    weight: PackedWeight
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, out_features]."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | PackedLinear:
+    """Choose the form that suits the weight's device and type."""
+    if ops.packs(weight.device.type, weight.dtype):
+        return PackedLinear(ops.pack_linear(weight), bias)
+    return PlainLinear(weight, bias)
+
+
+def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> PlainLinear | PackedLinear:
+    """Load the layers under the prefixes as one, their outputs side by side in the order given."""
+    weight = loader.parameter(*(f"{prefix}.weight" for prefix in prefixes))
+    return make_linear(weight, loader.parameter(*(f"{prefix}.bias" for prefix in prefixes)) if bias else None)

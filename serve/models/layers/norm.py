@@ -1,0 +1,29 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from serve.kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Scale to unit mean square, then by weight [size of the last dimension]."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension into a new tensor."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def inplace(self, x: Tensor) -> None:
+        """Normalise the last dimension of x itself; rows may be strided."""
+        ops.rms_norm(x, self.weight, self.eps, out=x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add x to residual in place and normalise the sum."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,82 @@
+"""The table of architectures, and the one call that turns a checkpoint into a model.
+
+Phase 7 of 11 begins here at start-up: the worker loads its model through load_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from serve.checkpoint import Checkpoint, ModelArch
+from serve.config import ModelConfig
+from serve.errors import ConfigError, ExitCode
+from serve.kernels.attention import AttentionMetadata, KVCache
+from serve.models.llama import build_llama, parameter_shapes
+from serve.models.weights.loader import ParameterLoader, open_weights
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class CausalLM(Protocol):
+    """What the worker needs of a model; the cache fields describe one layer."""
+
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+    ) -> Tensor:
+        """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches."""
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Score the vocabulary for rows of hidden states: float32 [n, vocab_size]."""
+
+
+Builder = Callable[[ModelArch, ParameterLoader, int], CausalLM]
+# Architecture name of the checkpoint -> builder. checkpoint.FAMILIES has the same names.
+BUILDERS: Final[dict[str, Builder]] = {
+    "LlamaForCausalLM": build_llama,
+    "MistralForCausalLM": build_llama,
+    "Qwen2ForCausalLM": build_llama,
+    "Qwen3ForCausalLM": build_llama,
+}
+
+
+def load_model(checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Build the checkpoint's model with its weights, or seeded random ones for load_format dummy.
+
+    Raises ConfigError (exit code MODEL) for an unknown architecture and for weights that do not fit it.
+    """
+    arch = checkpoint.arch
+    builder = BUILDERS.get(arch.architecture)
+    if builder is None:
+        supported = ", ".join(BUILDERS)
+        raise ConfigError(
+            f"architecture {arch.architecture!r} is not supported; supported: {supported}", ExitCode.MODEL
+        )
+    is_dummy = config.load_format == "dummy"
+    source = open_weights(checkpoint, parameter_shapes(arch), dummy_seed=config.seed if is_dummy else None)
+    limit = config.max_model_len
+    max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
+    with ParameterLoader(source, dtype=dtype, device=device) as loader:
+        return builder(arch, loader, max_model_len)
+
+
+def compute_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """Give the compute type for --dtype: auto is float32 on the CPU and the checkpoint's own elsewhere."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return DTYPES.get(checkpoint.arch.checkpoint_dtype, torch.bfloat16)

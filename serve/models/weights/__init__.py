@@ -1,0 +1,1 @@
+"""Readers of weight files and what turns their tensors into parameters."""

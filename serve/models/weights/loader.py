@@ -1,0 +1,130 @@
+"""From a checkpoint's tensors to parameters: checks names and shapes, converts, fuses, in parallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Final, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from serve.checkpoint import Checkpoint
+from serve.errors import ConfigError, ExitCode
+from serve.models.weights.dummy import DummySource
+from serve.models.weights.gguf import GGUFSource
+from serve.models.weights.names import is_ignored
+from serve.models.weights.safetensors import SafetensorsSource
+
+_MAX_NAMED: Final = 8
+_MAX_THREADS: Final = 8
+_T = TypeVar("_T")
+_A = TypeVar("_A")
+
+Shape = tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """Tensors of a checkpoint by parameter name."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of all tensors there are."""
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Write a tensor to out, a contiguous tensor of its shape and any floating type on the CPU."""
+
+    def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Give the file's own memory as a tensor when it already holds that type, else None."""
+
+    def rope_divisors(self) -> Tensor | None:
+        """Give the file's divisors of rotary frequencies, if it has any."""
+
+
+def open_weights(checkpoint: Checkpoint, expected: Mapping[str, Shape], *, dummy_seed: int | None) -> WeightSource:
+    """Open a checkpoint's weights, or random ones when dummy_seed is set, and check them against the architecture.
+
+    Raises ConfigError (exit code MODEL) that counts and names tensors that lack, do not fit or do not belong.
+    """
+    if dummy_seed is not None:
+        return DummySource(expected, dummy_seed)
+    source: WeightSource
+    if checkpoint.format == "gguf":
+        source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
+    else:
+        source = SafetensorsSource(checkpoint.weight_files)
+    _check_parameters(checkpoint, expected, source.shapes)
+    return source
+
+
+def _check_parameters(checkpoint: Checkpoint, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+    total = len(expected)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise _mismatch(checkpoint, f"checkpoint lacks {len(missing)} of {total} parameters", missing)
+    wrong = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if found[name] != shape
+    ]
+    if wrong:
+        raise _mismatch(checkpoint, f"{len(wrong)} of {total} parameters have another shape than config says", wrong)
+    # A tied head may be stored although it is the embedding.
+    extra = [n for n in found if n not in expected and not is_ignored(n) and n != "lm_head.weight"]
+    if extra:
+        raise _mismatch(checkpoint, f"checkpoint has {len(extra)} tensors that the architecture does not", extra)
+
+
+def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigError:
+    shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    return ConfigError(f"{checkpoint.root}: {problem}: {shown}", ExitCode.MODEL)
+
+
+class ParameterLoader:
+    """Hands out parameters in the compute type, on the device, and runs loading jobs on a few threads.
+
+    A context manager: leaving it ends the threads.
+    """
+
+    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self._source = source
+        self._dtype = dtype
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def parameter(self, *names: str) -> Tensor:
+        """Load one tensor, or several as one with their rows one after the other."""
+        if len(names) == 1:
+            mapped = self._source.mapped(names[0], self._dtype)
+            if mapped is not None:
+                return mapped.to(self.device)
+        shapes = [self._source.shapes[name] for name in names]
+        num_rows = sum(shape[0] for shape in shapes)
+        fused = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype)
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._source.read(name, fused[row : row + shape[0]])
+            row += shape[0]
+        return fused.to(self.device)
+
+    def rope_divisors(self) -> Tensor | None:
+        """Give the file's divisors of rotary frequencies, if it has any."""
+        return self._source.rope_divisors()
+
+    def submit(self, job: Callable[[], _T]) -> Future[_T]:
+        """Start a job on the loading threads."""
+        return self._pool.submit(job)
+
+    def map(self, job: Callable[[_A], _T], items: Iterable[_A]) -> list[_T]:
+        """Run a job for each item on the loading threads; results in order."""
+        return list(self._pool.map(job, items))
