@@ -68,7 +68,8 @@ class Worker:
         """Choose the number of threads: all processors, less one for the front end where there are more than two."""
         cpus = min(usable_cpus(), torch.get_num_threads())
         self._num_threads = cpus - 1 if cpus > 2 else cpus
-        torch.set_num_threads(self._num_threads)
+        # float32 work runs in our own pool; a second pool that spins between its ops would only fight with it.
+        torch.set_num_threads(1 if self._dtype is torch.float32 else self._num_threads)
         ops.set_num_threads(self._num_threads)
         log.info("device ready: %s", self.device_description())
 

@@ -1,0 +1,194 @@
+"""Assembles the HTTP application: routes, the gate around them, CORS when asked for, and the API description."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from serve import __version__
+from serve.entrypoints import dev, metrics, service
+from serve.entrypoints.app_state import AppState
+from serve.entrypoints.asgi import AsgiApp
+from serve.entrypoints.gate import HttpGate, exchange_of
+from serve.entrypoints.http_errors import ErrorReply, HttpError, error_reply
+from serve.entrypoints.openai import models
+from serve.entrypoints.openai.chat import create_chat_completion
+from serve.entrypoints.openai.completions import create_completion
+from serve.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from serve.entrypoints.openai.tokenize import detokenize, tokenize
+
+HTTP_MESSAGES: Final = {
+    404: "there is nothing at this path; see /docs for the API",
+    405: "this path does not take the method {method}",
+}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(state: AppState) -> AsgiApp:
+    """Build the ASGI application over a shared state; it answers while the model still loads."""
+    server = state.config.server
+    has_docs = not server.disable_fastapi_docs
+    app = FastAPI(
+        title="serve",
+        version=__version__,
+        summary="LLM inference with the OpenAI API",
+        docs_url="/docs" if has_docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if has_docs else None,
+        redirect_slashes=False,
+    )
+    _add_openai_routes(app, state)
+    _add_service_routes(app, state)
+    if server.dev_mode:
+        _add_dev_routes(app, state)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    # Inside the framework's last-resort layer, so that layer never sees an error and never words one.
+    app.add_middleware(HttpGate, state=state)
+    if server.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.allowed_origins,
+            allow_methods=server.allowed_methods,
+            allow_headers=server.allowed_headers,
+            allow_credentials=server.allow_credentials,
+        )
+    return app
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Word the framework's own refusals (unknown path, wrong method) like ours."""
+    assert isinstance(error, HTTPException), f"registered for HTTPException only, got {error!r}"
+    message = HTTP_MESSAGES.get(error.status_code, str(error.detail)).format(method=request.method)
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+    refusal = HttpError(error.status_code, message, headers=headers)
+    return _to_response(error_reply(refusal, exchange_of(request.scope).request_id))
+
+
+def _to_response(reply: ErrorReply) -> Response:
+    headers = {name.decode(): value.decode() for name, value in reply.headers}
+    return Response(reply.body(), reply.status, headers, media_type="application/json")
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _describe_body(model: type[BaseModel]) -> dict[str, object]:
+    """Give the API description of a body that the handler itself reads."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    described = _resolve_refs(schema, definitions)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
+
+
+def _resolve_refs(schema: object, definitions: dict[str, object]) -> object:
+    """Put definitions in the place of references to them, which would not resolve inside the API description."""
+    if isinstance(schema, list):
+        return [_resolve_refs(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = schema.get("$ref")
+    if isinstance(name, str):
+        return _resolve_refs(definitions[name.removeprefix("#/$defs/")], definitions)
+    return {key: _resolve_refs(value, definitions) for key, value in schema.items()}
+
+
+def _add_openai_routes(app: FastAPI, state: AppState) -> None:
+    async def chat_completions(request: Request) -> Response:
+        return await create_chat_completion(state, request)
+
+    async def completions(request: Request) -> Response:
+        return await create_completion(state, request)
+
+    async def list_models() -> Response:
+        return _json(models.list_models(state))
+
+    async def get_model(model_id: str) -> Response:
+        return _json(models.get_model(state, model_id))
+
+    async def tokenize_prompt(request: Request) -> Response:
+        return _json(await tokenize(state, request))
+
+    async def detokenize_ids(request: Request) -> Response:
+        return _json(await detokenize(state, request))
+
+    posts: list[tuple[str, Handler, type[BaseModel]]] = [
+        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/completions", completions, CompletionRequest),
+        ("/tokenize", tokenize_prompt, TokenizeRequest),
+        ("/detokenize", detokenize_ids, DetokenizeRequest),
+    ]
+    for path, handler, model in posts:
+        app.add_api_route(path, handler, methods=["POST"], openapi_extra=_describe_body(model))
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+
+
+def _add_service_routes(app: FastAPI, state: AppState) -> None:
+    async def live() -> Response:
+        return _json(service.describe_phase(state))
+
+    async def health() -> Response:
+        service.check_health(state)
+        return Response()
+
+    async def ping() -> Response:
+        service.check_health(state)
+        return Response()
+
+    async def post_ping() -> Response:
+        service.check_health(state)
+        return Response()
+
+    async def ready() -> Response:
+        service.check_ready(state)
+        return Response()
+
+    async def version() -> Response:
+        return _json(service.version())
+
+    async def load() -> Response:
+        return _json(service.load(state))
+
+    async def scrape() -> Response:
+        return Response(metrics.render(state), media_type=metrics.CONTENT_TYPE)
+
+    app.add_api_route("/live", live, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/ready", ready, methods=["GET"])
+    app.add_api_route("/ping", ping, methods=["GET"])
+    app.add_api_route("/ping", post_ping, methods=["POST"])
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_api_route("/load", load, methods=["GET"])
+    app.add_api_route("/metrics", scrape, methods=["GET"])
+
+
+def _add_dev_routes(app: FastAPI, state: AppState) -> None:
+    async def pause(request: Request) -> Response:
+        return _json(await dev.pause(state, request.query_params))
+
+    async def resume() -> Response:
+        return _json(await dev.resume(state))
+
+    async def is_paused() -> Response:
+        return _json(await dev.is_paused(state))
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        return _json(await dev.reset_prefix_cache(state, request.query_params))
+
+    app.add_api_route("/pause", pause, methods=["POST"])
+    app.add_api_route("/resume", resume, methods=["POST"])
+    app.add_api_route("/is_paused", is_paused, methods=["GET"])
+    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"])

@@ -1,0 +1,95 @@
+"""The one table from error families to HTTP statuses, and the one shape of every error body."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from serve.errors import EngineDead, InvalidRequest, NotFound, Overloaded, RequestFailed
+
+log = logging.getLogger(__name__)
+
+TYPES: Final = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    421: "MisdirectedRequestError",
+    429: "RateLimitError",
+    431: "HeaderTooLargeError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+Header = tuple[bytes, bytes]
+
+
+class HttpError(Exception):
+    """A refusal of the HTTP layer itself: no key, too large, unknown path. headers go out with the answer."""
+
+    def __init__(self, status: int, message: str, *, headers: tuple[Header, ...] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An answer that reports an error: status, body fields and extra headers."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[Header, ...] = ()
+
+    def body(self) -> bytes:
+        """Give the JSON body; the same object is the last event of a stream that fails."""
+        error = {
+            "message": self.message,
+            "type": TYPES[self.status],
+            "param": self.param,
+            "code": self.code if self.code is not None else self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def error_reply(error: BaseException, request_id: str) -> ErrorReply:
+    """Map an error to its answer. Errors that are not meant for people become an opaque 500 and are logged here."""
+    match error:
+        case HttpError():
+            return ErrorReply(error.status, str(error), headers=error.headers)
+        case InvalidRequest():
+            return ErrorReply(400, str(error), error.param, error.code)
+        case NotFound():
+            return ErrorReply(404, str(error), error.param, error.code)
+        case Overloaded():
+            status = 429 if error.code == "overloaded" else 503
+            retry = (b"retry-after", str(error.retry_after).encode())
+            return ErrorReply(status, str(error), code=error.code, headers=(retry,))
+        case RequestFailed():
+            log.error("request failed: request_id=%s cause=%s", request_id, error.cause)
+            return ErrorReply(500, f"{error.cause}: the request failed inside the engine (request {request_id})")
+        case EngineDead():
+            return ErrorReply(500, str(error), code="engine_dead")
+        case _:
+            reference = uuid.uuid4().hex[:12]
+            log.error("internal error: request_id=%s reference=%s", request_id, reference, exc_info=error)
+            return ErrorReply(500, f"internal error (reference {reference})")
+
+
+def unavailable(error: BaseException) -> ErrorReply:
+    """Give the answer to new requests once the engine is gone."""
+    return ErrorReply(503, str(error), code="engine_dead", headers=((b"retry-after", b"5"),))
