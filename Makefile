@@ -1,0 +1,27 @@
+# Targets for people; the work is in scripts/. Variables: PYTHON (interpreter for .venv), ARGS (flags for serve or pytest).
+PYTHON ?= python3
+ARGS ?=
+export PYTHON
+
+.PHONY: help setup serve test check clean
+
+help:
+	@echo "make serve   install into .venv and start the server with the built-in model (ARGS='...' adds flags)"
+	@echo "make test    install the test requirements and run every test (ARGS='tests/unit' narrows it)"
+	@echo "make check   formatting, lint, types, generated docs"
+	@echo "make clean   remove .venv and build results"
+
+setup:
+	@scripts/setup
+
+serve: setup
+	@exec .venv/bin/serve $(ARGS)
+
+test:
+	@scripts/test $(ARGS)
+
+check:
+	@scripts/check
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis serve/kernels/cpu/*.so
