@@ -15,11 +15,11 @@ from typing import Final, NoReturn
 
 from serve.errors import ConfigError, ExitCode
 from serve.gguf import GGUFHeader, read_gguf_header
+from serve.sampling_params import DEFAULT_SAMPLING_KEYS
 
 _MAX_JSON_BYTES: Final = 256 << 20
 # Beyond this a file is damaged, and listing the parameters of so many layers would only cost memory.
 _MAX_LAYERS: Final = 4096
-_GENERATION_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class ModelArch:
 class Checkpoint:
     """A model on disk. format is "safetensors" or "gguf"; root is the folder, weight_files absolute paths.
 
-    eos_token_ids: primary first, then secondary ones. generation_defaults: sampling values of the model's
-    generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens) that it sets.
+    eos_token_ids: primary first, then secondary ones. generation_defaults: the DEFAULT_SAMPLING_KEYS that the
+    model's generation_config.json sets.
     """
 
     name: str
@@ -161,15 +161,15 @@ def load_checkpoint(path: str | Path, *, name: str | None = None, need_weights: 
     return _from_folder(path, name, need_weights)
 
 
-def read_generation_config(folder: str | Path) -> dict[str, object]:
-    """Read generation_config.json of a folder; an absent file gives an empty object."""
-    return _read_json(Path(folder) / "generation_config.json", required=False)
+def read_generation_config(folder: str | Path, *, required: bool = False) -> dict[str, object]:
+    """Read generation_config.json of a folder; an absent file gives an empty object, or ConfigError when required."""
+    return _read_json(Path(folder) / "generation_config.json", required=required)
 
 
 def sampling_defaults(generation_config: Mapping[str, object]) -> dict[str, float]:
     """Pick the sampling values that a generation config sets; values that are not finite numbers are left out."""
     defaults: dict[str, float] = {}
-    for key in _GENERATION_FIELDS:
+    for key in DEFAULT_SAMPLING_KEYS:
         value = generation_config.get(key)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf"):
             defaults[key] = value

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 from serve.errors import ConfigError
+from serve.sampling_params import DEFAULT_SAMPLING_KEYS
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 AUTO_MAX_MODEL_LEN: Final = -1
@@ -62,7 +63,7 @@ class ModelConfig:
         "compute type; auto is float32 on the CPU and the checkpoint's own on a GPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    seed: int = flag(0, "seed of dummy weights and of unseeded requests' root")
+    seed: int = flag(0, "seed of dummy weights; requests carry their own, and without one are unpredictable")
     max_model_len: int | None = flag(
         None,
         "limit on prompt + output tokens; accepts 8k; -1 = the largest that fits (default: the model's)",
@@ -250,6 +251,10 @@ def _validate_engine(config: EngineConfig) -> None:
     length = model.max_model_len
     _need(length is None or length == AUTO_MAX_MODEL_LEN or length >= 1, "--max-model-len", length, "positive, or -1")
     _need(model.max_logprobs >= -1, "--max-logprobs", model.max_logprobs, "-1 or more")
+    for key, value in model.override_generation_config.items():
+        is_usable = key in DEFAULT_SAMPLING_KEYS and type(value) in (int, float)
+        rule = f"numbers under {', '.join(DEFAULT_SAMPLING_KEYS)}"
+        _need(is_usable, "--override-generation-config", f"{key}={value!r}", rule)
     _need(cache.block_size > 0 and cache.block_size % 16 == 0, "--block-size", cache.block_size, "a multiple of 16")
     share = cache.gpu_memory_utilization
     _need(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
@@ -262,7 +267,11 @@ def _validate_engine(config: EngineConfig) -> None:
         ("--max-num-seqs", sched.max_num_seqs),
     ):
         _need(count is None or count >= 1, name, count, "at least 1")
-    for name, number in (("--stream-interval", sched.stream_interval), ("--max-waiting", sched.max_waiting)):
+    for name, number in (
+        ("--stream-interval", sched.stream_interval),
+        ("--max-waiting", sched.max_waiting),
+        ("--max-waiting-tokens", sched.max_waiting_tokens),
+    ):
         _need(number >= 1, name, number, "at least 1")
     _need(
         sched.long_prefill_token_threshold >= 0,
@@ -303,17 +312,19 @@ def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
             f"--max-model-len {length} exceeds the model's context of {model_max_len} tokens; lower it to at most that"
         )
     sched = config.scheduler
+    longest = model_max_len if length == AUTO_MAX_MODEL_LEN else length
     budget = sched.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
     if not sched.enable_chunked_prefill and sched.max_num_batched_tokens is None:
-        budget = max(budget, model_max_len if length == AUTO_MAX_MODEL_LEN else length)
+        budget = max(budget, longest)
     seqs = sched.max_num_seqs if sched.max_num_seqs is not None else min(CPU_MAX_NUM_SEQS, budget)
     if budget < seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {budget} is below --max-num-seqs {seqs}; raise the first or lower the second"
         )
-    if not sched.enable_chunked_prefill and budget < length:
+    if not sched.enable_chunked_prefill and budget < longest:
+        # A longer prompt would never fit a step, and wait for ever.
         raise ConfigError(
-            f"--max-num-batched-tokens {budget} is below max_model_len={length} and chunked prefill is off; "
+            f"--max-num-batched-tokens {budget} is below max_model_len={longest} and chunked prefill is off; "
             "raise it, lower --max-model-len, or drop --no-enable-chunked-prefill"
         )
     return replace(

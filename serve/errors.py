@@ -61,7 +61,9 @@ class NotFound(ServeError):
 class Overloaded(ServeError):
     """The server cannot take the request now: HTTP 429 (code "overloaded") or 503 (any other code).
 
-    code is one of "overloaded", "loading", "draining", "paused". retry_after is in seconds.
+    "overloaded" means that the waiting queue is full: the client sends too much. The other codes tell of a server
+    that could not take even a first request, for example "loading", "draining" or "engine_busy". retry_after is in
+    seconds.
     """
 
     def __init__(self, message: str, *, code: str = "overloaded", retry_after: int = 1) -> None:

@@ -131,49 +131,6 @@ class GGUFHeader:
             self._wrong_type(key, "an integer")
         return value
 
-    def get_float(self, key: str) -> float | None:
-        """Look up a number as a float, None when the key is absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self._wrong_type(key, "a number")
-        return float(value)
-
-    def get_bool(self, key: str) -> bool | None:
-        """Look up a truth value, None when the key is absent."""
-        value = self.metadata.get(key)
-        if value is not None and not isinstance(value, bool):
-            self._wrong_type(key, "true or false")
-        return value
-
-    def get_strings(self, key: str) -> list[str] | None:
-        """Look up a list of strings, None when the key is absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or (value and not isinstance(value[0], str)):
-            self._wrong_type(key, "a list of strings")
-        return value
-
-    def get_ints(self, key: str) -> list[int] | None:
-        """Look up a list of integers, None when the key is absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or (value and type(value[0]) is not int):
-            self._wrong_type(key, "a list of integers")
-        return value
-
-    def get_floats(self, key: str) -> list[float] | None:
-        """Look up a list of floats, None when the key is absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or (value and not isinstance(value[0], float)):
-            self._wrong_type(key, "a list of floats")
-        return value
-
     def _wrong_type(self, key: str, expected: str) -> NoReturn:
         raise ConfigError(f"{self.path}: metadata {key} is not {expected}; the file is damaged", ExitCode.MODEL)
 

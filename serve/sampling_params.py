@@ -18,7 +18,8 @@ MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_STOP_TOKEN_IDS: Final = 128
-MAX_LOGPROB_TOKEN_IDS: Final = 128
+# What a model's generation config, or the server, may set for requests that leave it open.
+DEFAULT_SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 _INT64_MAX: Final = 2**63 - 1
 
 
@@ -30,7 +31,7 @@ class OutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampling settings of one request, complete and checked; the engine core trusts them.
 
     seed None means unpredictable. top_k 0 = off. logprobs / prompt_logprobs: None = off, k >= 0 = that many

@@ -63,11 +63,6 @@ class KVCacheManager:
         self._tables: dict[str, list[KVCacheBlock]] = {}
 
     @property
-    def caches_prefixes(self) -> bool:
-        """True when full blocks are kept for reuse."""
-        return self._hasher is not None
-
-    @property
     def num_requests(self) -> int:
         """Requests that hold a block table."""
         return len(self._tables)
@@ -75,6 +70,10 @@ class KVCacheManager:
     def blocks_of(self, req_id: str) -> list[KVCacheBlock]:
         """Give the block table of a request (not a copy); empty for one that holds none."""
         return self._tables.get(req_id, _NO_BLOCKS)
+
+    def looks_up(self, request: Request) -> bool:
+        """Tell whether the prefix cache may serve a request at all."""
+        return self._hasher is not None and not request.sampling_params.skip_reading_prefix_cache
 
     def hash_prompt(self, request: Request) -> None:
         """Name the full blocks known so far; called ahead of time on the input thread."""
@@ -87,7 +86,7 @@ class KVCacheManager:
         At least one token is left to compute, because only a computed token gives logits. Under a sliding window
         the null block stands where no later token looks.
         """
-        if self._hasher is None or request.sampling_params.skip_reading_prefix_cache:
+        if not self.looks_up(request):
             return _NO_BLOCKS
         self.hash_prompt(request)
         max_hits = (request.num_tokens - 1) // self.block_size

@@ -12,20 +12,19 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Final
 
 import msgspec
 
-from serve.core.control import ControlPanel, Messages, refuse
+from serve.core.control import ControlPanel, refuse
 from serve.core.engine_core import EngineCore
 from serve.core.executor.base import Executor
 from serve.core.request import Request
-from serve.core.scheduler import ClientOutputs
 from serve.errors import ExitCode
 from serve.wire import sockets
-from serve.wire.codec import MsgpackDecoder, MsgpackEncoder, WireError
+from serve.wire.codec import MsgpackDecoder, MsgpackEncoder, WireError, WireErrors
 from serve.wire.frontend import (
     ENGINE_CORE_DEAD,
     ControlCall,
@@ -43,7 +42,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS: Final = 2.0
 IDLE_WITH_WORK_SECONDS: Final = 0.001
 OUTPUT_JOIN_SECONDS: Final = 5.0
-_ERROR_LOG_SECONDS: Final = 1.0
 
 
 class ProcState(enum.Enum):
@@ -106,8 +104,7 @@ class EngineCoreProc:
         self._num_turns = 0
         self._turns_at_beat = 0
         self._is_idle = False
-        self._num_wire_errors = 0
-        self._last_error_log = 0.0
+        self._wire_errors = WireErrors("an API server")
 
     @property
     def ready(self) -> Ready:
@@ -163,11 +160,11 @@ class EngineCoreProc:
             self._process_input()
             if core.has_work:
                 outputs, is_moving = core.step_once()
-                self._send(outputs)
+                self._send(outputs.items())
                 if not is_moving:
                     self._wait_for_input(IDLE_WITH_WORK_SECONDS)
-            self._send_messages(self._control.poll())
-        self._send(core.abort_all())
+            self._send(self._control.poll())
+        self._send(core.abort_all().items())
         self._process_pending_input()
 
     def _should_continue(self) -> bool:
@@ -179,7 +176,7 @@ class EngineCoreProc:
             self._drain_deadline = time.monotonic() + self._drain_seconds
             log.info("shutting down: unfinished_requests=%d", self._core.scheduler.num_unfinished)
         if time.monotonic() >= self._drain_deadline:
-            self._send(self._core.abort_all())
+            self._send(self._core.abort_all().items())
         return self._core.has_work
 
     def _process_input(self) -> None:
@@ -189,8 +186,8 @@ class EngineCoreProc:
             return
         self._core.apply_aborts()
         self._core.check_idle()
-        self._send(self._core.take_changed_stats())
-        self._send_messages(self._control.poll())
+        self._send(self._core.take_changed_stats().items())
+        self._send(self._control.poll())
         self._wait_for_input(None)
         self._process_pending_input()
 
@@ -222,9 +219,9 @@ class EngineCoreProc:
                     # An answer would reach the request that has the id, so the second one is only logged.
                     log.error("request dropped: %s", error)
             case ControlCall() if not is_running:
-                self._send_messages([refuse(item, "the engine core is shutting down")])
+                self._send([refuse(item, "the engine core is shutting down")])
             case ControlCall():
-                self._send_messages(self._control.call(item))
+                self._send(self._control.call(item))
             case _Wake.THREAD_DIED:
                 raise RuntimeError("an IO thread of the engine core ended; its traceback is above")
             case _Wake.WAKEUP:
@@ -232,11 +229,7 @@ class EngineCoreProc:
             case _:
                 self._core.abort_requests(item)
 
-    def _send(self, outputs: ClientOutputs) -> None:
-        for item in outputs.items():
-            self._output_queue.put(item)
-
-    def _send_messages(self, messages: Messages) -> None:
+    def _send(self, messages: Iterable[tuple[int, EngineCoreOutputs]]) -> None:
         for item in messages:
             self._output_queue.put(item)
 
@@ -283,7 +276,7 @@ class EngineCoreProc:
                 try:
                     receive(request_type, frames)
                 except WireError as error:
-                    self._count_wire_error(error)
+                    self._wire_errors.report(error)
 
     def _prepare(self, message: EngineCoreRequest) -> None:
         """Build the request here, so that hashing long prompts does not hold up a step; a failure is its alone."""
@@ -306,13 +299,6 @@ class EngineCoreProc:
     def _check_client(self, client_index: int) -> None:
         if not 0 <= client_index < len(self._init.output_addresses):
             raise WireError(f"client index {client_index} is not connected")
-
-    def _count_wire_error(self, error: WireError) -> None:
-        self._num_wire_errors += 1
-        now = time.monotonic()
-        if now - self._last_error_log >= _ERROR_LOG_SECONDS:
-            self._last_error_log = now
-            log.warning("message dropped: %s (dropped so far: %d)", error, self._num_wire_errors)
 
     def run_output_thread(self) -> None:
         """Encode and send outputs; while there are none, a heartbeat tells that the busy loop moves."""

@@ -96,11 +96,6 @@ class Request:
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
-    def is_finished(self) -> bool:
-        """True when the status is final."""
-        return self.status > RequestStatus.PREEMPTED
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """The reason as sent to the front end, or None while unfinished."""
         return FINISH_REASONS.get(self.status)

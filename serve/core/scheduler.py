@@ -229,7 +229,7 @@ class Scheduler:
     def _admit(self, request: Request, num_hit_tokens: int) -> None:
         if request.num_preemptions == 0:
             request.prefill_stats = PrefillStats(request.num_prompt_tokens, num_hit_tokens)
-            if self.kv.caches_prefixes:
+            if self.kv.looks_up(request):
                 self._counters.prefix_cache_queries += request.num_tokens
                 self._counters.prefix_cache_hits += num_hit_tokens
         request.num_computed_tokens = num_hit_tokens

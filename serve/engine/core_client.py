@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from pathlib import Path
 from typing import Final
 
 from serve.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
-from serve.wire.codec import MsgpackDecoder, MsgpackEncoder, WireError
+from serve.wire.codec import MsgpackDecoder, MsgpackEncoder, WireError, WireErrors
 from serve.wire.frontend import (
     ENGINE_CORE_DEAD,
     Control,
@@ -30,27 +29,8 @@ from serve.wire.sockets import (
     receive_waiting,
 )
 
-log = logging.getLogger(__name__)
-
 SEND_TIMEOUT: Final = 1.0  # seconds a request may wait for room in the queue to the engine
 READY_TIMEOUT: Final = 600.0
-_ERROR_LOG_PERIOD: Final = 1.0
-
-
-class WireErrors:
-    """Counts messages that could not be decoded and logs at most one a second."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last_logged = -_ERROR_LOG_PERIOD
-
-    def report(self, error: WireError) -> None:
-        """Count one."""
-        self.count += 1
-        now = time.monotonic()
-        if now - self._last_logged >= _ERROR_LOG_PERIOD:
-            self._last_logged = now
-            log.error("dropped a message of the engine core: total=%d error=%s", self.count, error)
 
 
 class CoreClient:
@@ -65,7 +45,7 @@ class CoreClient:
         self.input_address = ipc_endpoint(endpoint_dir, f"input{client_index}")
         self.output_address = ipc_endpoint(endpoint_dir, f"output{client_index}")
         self.last_message_at = time.monotonic()
-        self.wire_errors = WireErrors()
+        self.wire_errors = WireErrors("the engine core")
         self._identity = engine_identity(engine_index)
         self._context = new_async_context()
         self._input = bind_router_async(self._context, self.input_address)
@@ -108,8 +88,8 @@ class CoreClient:
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Send one request.
 
-        Raises InvalidRequest for content that has no encoding, Overloaded when the engine does not take messages,
-        EngineDead.
+        Raises InvalidRequest for content that has no encoding, Overloaded (engine_busy) when the queue to the engine
+        stays full for SEND_TIMEOUT, EngineDead.
         """
         try:
             frames = self._encoder.encode(request)
@@ -218,7 +198,10 @@ class CoreClient:
             # Nearly always done at once; a timer only where it is needed.
             await (sending if sending.done() else asyncio.wait_for(sending, SEND_TIMEOUT))
         except TimeoutError:
-            raise Overloaded("overloaded: the engine core does not take requests; try again later") from None
+            raise Overloaded(
+                f"engine_busy: the engine core took no message for {SEND_TIMEOUT:g} s; try again later",
+                code="engine_busy",
+            ) from None
         except SocketError as error:
             self.notify_dead(f"the engine core is not connected ({error.strerror})")
             raise self.dead_error() from error

@@ -6,24 +6,21 @@ one token, end ids are merged, bad words are tokenized. The engine core trusts i
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from serve.checkpoint import Checkpoint
+from serve.checkpoint import Checkpoint, read_generation_config, sampling_defaults
 from serve.config import ModelConfig
-from serve.errors import ConfigError, ExitCode, InvalidRequest
+from serve.errors import InvalidRequest
 from serve.renderers.tokenizer import Tokenizer
 from serve.sampling_params import MAX_BAD_WORDS, SamplingParams, normalize
 from serve.wire.frontend import EngineCoreRequest
 
-DEFAULT_SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 MAX_SALT_CHARS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 16384  # of all bad words of a request
 _INT64_MAX: Final = 2**63 - 1
@@ -44,27 +41,15 @@ def default_sampling(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, f
     They come from the model's generation config (or the folder named instead of it), then from
     --override-generation-config. Raises ConfigError when the folder's file cannot be used.
     """
-    values: dict[str, float] = {}
-    if config.generation_config == "auto":
-        values.update(checkpoint.generation_defaults)
-    elif config.generation_config != "vllm":
-        values.update(_read_generation_config(Path(config.generation_config)))
+    match config.generation_config:
+        case "auto":
+            values = dict(checkpoint.generation_defaults)
+        case "vllm":
+            values = {}
+        case folder:
+            values = sampling_defaults(read_generation_config(folder, required=True))
     values.update(config.override_generation_config)
-    return {key: values[key] for key in DEFAULT_SAMPLING_KEYS if key in values}
-
-
-def _read_generation_config(folder: Path) -> dict[str, float]:
-    path = folder / "generation_config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--generation-config {folder}: cannot read {path.name}: {error}; use auto, vllm or another folder",
-            ExitCode.MODEL,
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--generation-config {folder}: {path.name} is not a JSON object", ExitCode.MODEL)
-    return {key: value for key, value in content.items() if type(value) in (int, float)}
+    return values
 
 
 class InputProcessor:

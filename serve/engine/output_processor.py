@@ -16,7 +16,7 @@ from serve.engine.logprobs import LogprobsProcessor, TokenTexts
 from serve.engine.outputs import CompletionOutput, RequestOutput
 from serve.engine.parallel_sampling import ParentRequest
 from serve.engine.stats import EngineStats, RequestTimes
-from serve.errors import RequestFailed, ServeError
+from serve.errors import InvalidRequest, RequestFailed, ServeError
 from serve.renderers.tokenizer import Tokenizer
 from serve.sampling_params import OutputKind
 from serve.wire.frontend import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -345,8 +345,10 @@ class OutputProcessor:
             self.idle.set()
 
 
-def _engine_error(error: str | None) -> RequestFailed:
-    """Give the failure that the engine reported as "cause: text"."""
+def _engine_error(error: str | None) -> ServeError:
+    """Give the failure that the engine reported as "cause: text"; invalid_request is the client's mistake."""
     text = error or "model_error: the request failed in the engine"
-    cause, _, _ = text.partition(":")
+    cause, _, problem = text.partition(":")
+    if cause == "invalid_request":
+        return InvalidRequest(problem.strip())
     return RequestFailed(text, cause=cause.strip())

@@ -50,11 +50,7 @@ class DecoderLayer:
 
 
 class LlamaModel:
-    """A decoder with its weights.
-
-    num_layers, num_kv_heads and head_size describe its cache; sliding_window is in tokens and set only when all
-    layers use it.
-    """
+    """A decoder with its weights. num_layers, num_kv_heads and head_size describe its cache."""
 
     def __init__(
         self, arch: ModelArch, *, embedding: Embedding, layers: list[DecoderLayer], norm: RMSNorm, head: OutputHead
@@ -63,7 +59,6 @@ class LlamaModel:
         self.num_layers = arch.num_layers
         self.num_kv_heads = arch.num_kv_heads
         self.head_size = arch.head_size
-        self.sliding_window = None if arch.sliding_layers else arch.sliding_window
         self._embedding = embedding
         self._layers = layers
         self._norm = norm

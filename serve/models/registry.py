@@ -26,13 +26,12 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 
 
 class CausalLM(Protocol):
-    """What the worker needs of a model; the cache fields describe one layer."""
+    """A model that a builder gives: what the runner calls, and the shape of the caches to call it with."""
 
     vocab_size: int
     num_layers: int
     num_kv_heads: int
     head_size: int
-    sliding_window: int | None
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata

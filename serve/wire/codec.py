@@ -6,11 +6,15 @@ to keep and not thread-safe: one per thread.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
 Frame = bytes | memoryview
@@ -18,6 +22,7 @@ Frame = bytes | memoryview
 INLINE_LIMIT: Final = 256  # bytes; smaller arrays ride inside the payload
 _INLINE_CODE: Final = 3
 _MAX_DIMS: Final = 8
+_ERROR_LOG_PERIOD: Final = 1.0
 _DTYPES: Final = {name: np.dtype(name) for name in ("<i4", "<i8", "<u4", "<f4", "<f8", "<f2", "|i1", "|u1", "|b1")}
 
 T = TypeVar("T")
@@ -25,6 +30,23 @@ T = TypeVar("T")
 
 class WireError(Exception):
     """A message that cannot be decoded (or, on our own side, encoded); the receiver drops it and goes on."""
+
+
+class WireErrors:
+    """Counts the messages a receiver had to drop; logs at most one a second, so that a flood of junk stays cheap."""
+
+    def __init__(self, sender: str) -> None:
+        self.count = 0
+        self._sender = sender
+        self._last_logged = -_ERROR_LOG_PERIOD
+
+    def report(self, error: WireError) -> None:
+        """Count one."""
+        self.count += 1
+        now = time.monotonic()
+        if now - self._last_logged >= _ERROR_LOG_PERIOD:
+            self._last_logged = now
+            log.error("dropped a message of %s: total=%d error=%s", self._sender, self.count, error)
 
 
 class MsgpackEncoder:

@@ -40,8 +40,8 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of the wire structs: arrays on the wire, defaults omitted, no garbage-collector tracking."""
+class Message(msgspec.Struct, array_like=True, gc=False):
+    """Base of the wire structs: arrays of every field on the wire, no garbage-collector tracking."""
 
 
 class EngineCoreRequest(Message):

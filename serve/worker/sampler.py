@@ -1,7 +1,7 @@
 """Phase 8 of 11: turn logits into tokens, in one fixed order of operations.
 
-raw values for logprobs -> allowed ids -> grammar -> bad words -> min tokens -> logit bias -> penalties -> custom
-processors -> greedy argmax, or temperature -> custom argmax-invariant processors -> min-p -> top-k -> top-p -> draw.
+raw values for logprobs -> allowed ids -> grammar -> bad words -> min tokens -> logit bias -> custom processors ->
+penalties -> greedy argmax, or temperature -> custom argmax-invariant processors -> min-p -> top-k -> top-p -> draw.
 
 Every step works on one row at a time and is skipped when no row of the batch needs it, so a row's result depends on
 that row alone: not on its neighbours, the batch size or its place in the batch.
@@ -65,7 +65,6 @@ class SamplerOutput:
 
 def build_sampling_batch(req_ids: list[str], rows: list[RowSampling]) -> SamplingBatch:
     """Sort the rows by what they need."""
-
     allowed = [i for i, row in enumerate(rows) if row.allowed_ids is not None]
     bad_words = [i for i, row in enumerate(rows) if row.bad_tokens is not None or row.bad_sequences]
     min_tokens = [i for i, row in enumerate(rows) if row.min_tokens > 0 and len(row.stop_ids)]
@@ -150,11 +149,11 @@ class Sampler:
             bias_ids = rows[i].bias_ids
             assert bias_ids is not None, "batch.biased lists a row without biases"
             add_logit_bias(table[i], bias_ids, rows[i].bias_values)
+        self._processors.apply_before_argmax(logits)
         for i in batch.penalized:
             penalties = rows[i].penalties
             assert penalties is not None, "batch.penalized lists a row without penalties"
             penalties.apply(table[i])
-        self._processors.apply_before_argmax(logits)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, num_tokens: NDArray[np.int64], output: SamplerOutput) -> None:
         """Replace the argmax of every random row by a draw from its filtered distribution."""

@@ -26,7 +26,7 @@ class Worker(Protocol):
         """Say what one layer stores for one block."""
 
     def determine_available_memory(self) -> int:
-        """Give the bytes the KV cache may take, measured with a full-size dummy step."""
+        """Give the bytes the KV cache may take beside the weights and the working memory of the largest step."""
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache."""

@@ -282,7 +282,7 @@ def test_junk_is_dropped_and_logged_and_the_engine_lives(caplog: pytest.LogCaptu
         client.add("elsewhere", [1], client_index=3)
         client.add("a", [1, 2, 3])
         assert client.receive_end("a")[-1].finish_reason is FinishReason.LENGTH
-        assert "message dropped: unknown request type" in caplog.text
+        assert "dropped a message of an API server: total=1 error=unknown request type" in caplog.text
 
 
 def test_a_second_request_with_a_live_id_does_not_disturb_the_first(caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,6 @@ def test_a_final_status_has_no_way_out_and_a_reason() -> None:
     for status in final:
         request = make_request("r", 3)
         request.status = status
-        assert request.is_finished
         reasons.append(request.finish_reason)
     assert reasons == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR]
 
@@ -49,7 +48,6 @@ def test_a_final_status_has_no_way_out_and_a_reason() -> None:
 def test_an_unfinished_request_has_no_reason(status: RequestStatus) -> None:
     request = make_request("r", 3)
     request.status = status
-    assert not request.is_finished
     assert request.finish_reason is None
 
 

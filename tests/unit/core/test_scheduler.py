@@ -469,6 +469,18 @@ def test_statistics_count_prefix_hits_and_preemptions_as_increments() -> None:
     assert (second.prefix_cache_queries, second.prefix_cache_hits) == (0, 0)
 
 
+def test_requests_that_do_not_read_the_prefix_cache_do_not_count_as_its_queries() -> None:
+    loop = Loop(make_scheduler())
+    prompt = make_request("a", 40).all_token_ids
+    loop.scheduler.add_request(make_request("a", prompt.copy()))
+    unread = SamplingParams(max_tokens=8, prompt_logprobs=0, skip_reading_prefix_cache=True)
+    loop.scheduler.add_request(make_request("b", prompt.copy(), params=unread))
+    loop.dispatch()
+    stats = loop.fold()[0].scheduler_stats
+    assert stats is not None
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (40, 0)
+
+
 def test_tokens_after_the_first_stop_are_dropped_with_their_logprobs() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", 5, params=SamplingParams(max_tokens=9, eos_token_id=7, logprobs=0)))

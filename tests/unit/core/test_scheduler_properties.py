@@ -147,7 +147,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.loop.in_flight) < self.loop.num_batches)
     @rule()
     def dispatch(self) -> None:
-        held = {block.block_id: block.block_hash for block in self.scheduler.kv.pool.blocks if block.ref_cnt > 0}
+        kv = self.scheduler.kv
+        named = [
+            (request.req_id, place, block)
+            for request in self.scheduler.running
+            for place, block in enumerate(kv.blocks_of(request.req_id))
+            if block.block_hash is not None
+        ]
         waiting_before = list(self.scheduler.waiting)
         is_free = not self.loop.in_flight and self.scheduler.pause_state is PauseState.UNPAUSED
         step = self.loop.dispatch()
@@ -156,9 +162,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert step is not None
             assert step.total_num_scheduled_tokens > 0
         if step is not None:
-            self.check_step(step, held, waiting_before)
+            # What preemption or a window gave back in this step may be taken for new content.
+            kept = {b.block_id for req_id, place, b in named if kv.blocks_of(req_id)[place : place + 1] == [b]}
+            self.check_step(step, kept, waiting_before)
 
-    def check_step(self, step: SchedulerOutput, held: dict[int, bytes | None], waiting_before: list[Request]) -> None:
+    def check_step(self, step: SchedulerOutput, named_ids: set[int], waiting_before: list[Request]) -> None:
         # I6
         assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= self.budget
         assert all(num > 0 for num in step.num_scheduled_tokens.values())
@@ -175,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     if other is not request and block in self.scheduler.kv.blocks_of(other.req_id)
                 }
                 assert sharers <= new_ids
-                assert held.get(block.block_id) is None, "a block with a name is written again"
+                assert block.block_id not in named_ids, "a block with a name is written again"
         for new in step.scheduled_new_reqs:
             request = self.live[new.req_id]
             # I11

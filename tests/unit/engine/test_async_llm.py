@@ -316,6 +316,18 @@ def test_a_failed_choice_fails_the_request_and_aborts_its_siblings(tmp_path: Pat
     run(tmp_path, test)
 
 
+def test_a_request_that_the_engine_calls_invalid_is_the_clients_mistake(tmp_path: Path) -> None:
+    async def test(b: Bench) -> None:
+        stream = await b.start()
+        (request,) = await b.core.wait_requests(1)
+        error = "invalid_request: force must be a token id"
+        b.core.send(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error))
+        with pytest.raises(InvalidRequest, match=r"^force must be a token id$"):
+            await read_all(stream)
+
+    run(tmp_path, test)
+
+
 class FailingStream:
     def step(self, token_id: int) -> str | None:
         if token_id == 33:

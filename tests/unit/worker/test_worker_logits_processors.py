@@ -163,6 +163,19 @@ def test_argmax_invariant_processor_changes_draws_but_not_greedy_rows() -> None:
     assert driver.output_of("greedy") == driver.output_of("random") == greedy.output_of("a")
 
 
+def test_penalties_act_on_what_a_processor_gives() -> None:
+    class Equal(ForceToken):
+        def apply(self, logits: Tensor) -> Tensor:
+            return torch.ones_like(logits)
+
+    driver = StepDriver(ScriptedModel(VOCAB), VOCAB, processors=[Equal()])
+    driver.add("a", [0, 1, 2], SamplingParams(temperature=0.0, presence_penalty=1.0))
+    for _ in range(4):
+        driver.step_all()
+    # Equal logits: the smallest id that was not generated yet.
+    assert driver.output_of("a") == [0, 1, 2, 3]
+
+
 def test_refused_parameters_fail_that_request_only() -> None:
     driver = StepDriver(ScriptedModel(VOCAB), VOCAB, processors=[ForceToken()])
     driver.add("bad", [1, 2, 3], forced("bad"))
