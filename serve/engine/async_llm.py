@@ -348,7 +348,9 @@ async def run_output_task(core: CoreClient, output: OutputProcessor, stats: Engi
             if message.scheduler_stats is not None:
                 stats.on_scheduler_stats(message.scheduler_stats)
     except EngineDead as error:
-        log.error("%s: %d requests were open", error, output.num_unfinished)
+        # Whoever watches the process has logged its end; this line matters when requests were cut off.
+        level = logging.ERROR if output.num_unfinished else logging.INFO
+        log.log(level, "%s: %d requests were open", error, output.num_unfinished)
         stats.on_engine_gone()
         output.fail_all(error)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -165,6 +168,29 @@ def test_p12_running_generation_completes_within_the_shutdown_timeout(built_in_m
     assert len(results) == 1
     assert results[0].done
     assert results[0].finish_reason() == "length"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["terminal", "supervisor"])
+def test_p12_a_signal_to_the_whole_group_drains_too(tiny_model: Path, number: signal.Signals) -> None:
+    """Terminals and supervisors signal every process, so the engine core must finish what its parent waits for."""
+    with running("--kv-cache-memory", "64MiB", model=str(tiny_model)) as server:
+        results: list[Stream] = []
+        thread = long_stream(server, results, 1500)
+        os.killpg(server.process.pid, number)
+        assert server.wait_exit(30) == 0
+        thread.join(5)
+        log = server.log()
+    assert results[0].finish_reason() == "length"
+    assert "ERROR" not in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["terminal", "supervisor"])
+def test_a_signal_to_the_whole_group_of_an_idle_server_is_a_clean_end(tiny_model: Path, number: signal.Signals) -> None:
+    with running("--kv-cache-memory", "64MiB", model=str(tiny_model)) as server:
+        os.killpg(server.process.pid, number)
+        assert server.wait_exit(10) == 0
+        assert "ERROR" not in server.log()
 
 
 def test_p13_too_few_blocks_name_the_lengths_and_sizes(built_in_model: str) -> None:
