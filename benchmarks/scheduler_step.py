@@ -40,7 +40,7 @@ def make_scheduler(num_running: int, num_waiting: int) -> Scheduler:
         max_step_tokens=8192,
         hasher=BlockHasher(BLOCK_SIZE, algorithm="sha256", domain="bench", seed="bench"),
     )
-    config = SchedulerConfig(max_num_batched_tokens=32768, max_num_seqs=num_running)
+    config = SchedulerConfig(max_num_batched_tokens=32768, max_num_seqs=num_running, long_prefill_token_threshold=0)
     scheduler = Scheduler(config, kv, max_model_len=MAX_MODEL_LEN)
     params = SamplingParams(max_tokens=MAX_MODEL_LEN)
     for index in range(num_running + num_waiting):

@@ -8,19 +8,25 @@ Environment variables are read in this file only.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
-from serve.errors import ConfigError
-from serve.sampling_params import DEFAULT_SAMPLING_KEYS
+import msgspec
+
+from serve.errors import ConfigError, InvalidRequest
+from serve.sampling_params import DEFAULT_SAMPLING_KEYS, SamplingParams, normalize
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 AUTO_MAX_MODEL_LEN: Final = -1
-CPU_MAX_NUM_BATCHED_TOKENS: Final = 2048
+# A step of 2048 tokens, the usual default, takes seconds on a CPU, and every stream waits for it.
+CPU_MAX_NUM_BATCHED_TOKENS: Final = 512
 CPU_MAX_NUM_SEQS: Final = 128
 
+_METRIC_NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _T = TypeVar("_T")
 
 
@@ -119,7 +125,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = flag(None, "token budget of a step", kind="count")
     max_num_seqs: int | None = flag(None, "limit on running requests", kind="count")
     enable_chunked_prefill: bool = flag(True, "spread long prompts over steps")
-    long_prefill_token_threshold: int = flag(0, "most tokens of one prompt in a step; 0 = the budget", kind="count")
+    long_prefill_token_threshold: int | None = flag(
+        None,
+        "most tokens of one prompt in a step; 0 = the budget (default: three quarters of it, to leave room for others)",
+        kind="count",
+    )
     scheduling_policy: str = flag("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
     scheduler_reserve_full_isl: bool = flag(True, "admit a prompt only when the free blocks could hold all of it")
     watermark: float = flag(0.0, "share of blocks kept free when admitting")
@@ -248,6 +258,9 @@ def _need(ok: bool, flag_name: str, value: object, rule: str) -> None:
 
 def _validate_engine(config: EngineConfig) -> None:
     model, cache, sched = config.model, config.cache, config.scheduler
+    _need(model.model.strip() != "", "--model", repr(model.model), "a path or a name")
+    for name in model.served_model_name:
+        _need(name.strip() != "", "--served-model-name", repr(name), "a name that is not empty")
     length = model.max_model_len
     _need(length is None or length == AUTO_MAX_MODEL_LEN or length >= 1, "--max-model-len", length, "positive, or -1")
     _need(model.max_logprobs >= -1, "--max-logprobs", model.max_logprobs, "-1 or more")
@@ -255,6 +268,7 @@ def _validate_engine(config: EngineConfig) -> None:
         is_usable = key in DEFAULT_SAMPLING_KEYS and type(value) in (int, float)
         rule = f"numbers under {', '.join(DEFAULT_SAMPLING_KEYS)}"
         _need(is_usable, "--override-generation-config", f"{key}={value!r}", rule)
+    _validate_override(model.override_generation_config)
     _need(cache.block_size > 0 and cache.block_size % 16 == 0, "--block-size", cache.block_size, "a multiple of 16")
     share = cache.gpu_memory_utilization
     _need(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
@@ -273,19 +287,30 @@ def _validate_engine(config: EngineConfig) -> None:
         ("--max-waiting-tokens", sched.max_waiting_tokens),
     ):
         _need(number >= 1, name, number, "at least 1")
-    _need(
-        sched.long_prefill_token_threshold >= 0,
-        "--long-prefill-token-threshold",
-        sched.long_prefill_token_threshold,
-        "0 or more",
-    )
+    chunk = sched.long_prefill_token_threshold
+    _need(chunk is None or chunk >= 0, "--long-prefill-token-threshold", chunk, "0 or more")
     _need(0.0 <= sched.watermark < 1.0, "--watermark", sched.watermark, "in [0, 1)")
+
+
+def _validate_override(values: Mapping[str, float | int]) -> None:
+    """Refuse defaults that no request could use."""
+    names = {"max_new_tokens": "max_tokens"}
+    try:
+        normalize(msgspec.structs.replace(SamplingParams(), **{names.get(key, key): v for key, v in values.items()}))
+    except InvalidRequest as error:
+        raise ConfigError(f"--override-generation-config is not possible: {error}") from None
 
 
 def _validate_server(server: ServerConfig) -> None:
     _need(0 <= server.port <= 65535, "--port", server.port, "in [0, 65535]")
     _need(server.renderer_num_workers >= 1, "--renderer-num-workers", server.renderer_num_workers, "at least 1")
     _need(server.shutdown_timeout >= 0, "--shutdown-timeout", server.shutdown_timeout, "0 or more seconds")
+    _need(server.timeout_keep_alive >= 0, "--timeout-keep-alive", server.timeout_keep_alive, "0 or more seconds")
+    prefix, root = server.metrics_prefix, server.root_path
+    _need(_METRIC_NAME.fullmatch(prefix) is not None, "--metrics-prefix", repr(prefix), "letters, digits, _ and :")
+    _need(root == "" or root.startswith("/"), "--root-path", repr(root), "empty or a path that starts with /")
+    # An empty key comes from an unset variable and would let everybody in.
+    _need(all(key.strip() for key in server.api_key), "--api-key", "''", "a key that is not empty")
     _need(server.max_body_bytes >= 1, "--max-body-bytes", server.max_body_bytes, "positive")
     _need(server.max_num_prompts >= 1, "--max-num-prompts", server.max_num_prompts, "at least 1")
     is_loopback = server.uds is not None or server.host in ("127.0.0.1", "localhost", "::1")
@@ -327,10 +352,13 @@ def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
             f"--max-num-batched-tokens {budget} is below max_model_len={longest} and chunked prefill is off; "
             "raise it, lower --max-model-len, or drop --no-enable-chunked-prefill"
         )
+    chunk = sched.long_prefill_token_threshold
+    if chunk is None:
+        chunk = budget * 3 // 4 if sched.enable_chunked_prefill else 0
     return replace(
         config,
         model=replace(config.model, max_model_len=length),
-        scheduler=replace(sched, max_num_batched_tokens=budget, max_num_seqs=seqs),
+        scheduler=replace(sched, max_num_batched_tokens=budget, max_num_seqs=seqs, long_prefill_token_threshold=chunk),
     )
 
 

@@ -17,7 +17,6 @@ class ExitCode(enum.IntEnum):
     MODEL = 3
     RESOURCES = 4
     ENGINE_DIED = 5
-    ENGINE_STUCK = 6
     INTERRUPTED = 130
 
 

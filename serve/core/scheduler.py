@@ -72,6 +72,8 @@ class Scheduler:
         budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
         assert budget is not None, "max_num_batched_tokens must be resolved"
         assert seqs is not None, "max_num_seqs must be resolved"
+        chunk = config.long_prefill_token_threshold
+        assert chunk is not None, "long_prefill_token_threshold must be resolved"
         self.kv = kv
         self.max_model_len = max_model_len
         self.pause_state = PauseState.UNPAUSED
@@ -80,6 +82,7 @@ class Scheduler:
         self.waiting = make_queue(config.scheduling_policy)
         self._config = config
         self._max_num_batched_tokens = budget
+        self._long_prefill_token_threshold = chunk
         self._max_num_seqs = seqs
         self._has_priorities = config.scheduling_policy == "priority"
         self._finished_req_ids: list[str] = []
@@ -146,7 +149,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step: first running requests in order, then, if none was preempted, waiting ones."""
         num_tokens = 0 if self.pause_state is PauseState.PAUSED_ALL else self._max_num_batched_tokens
-        budget = StepBudget(num_tokens, long_prefill_token_threshold=self._config.long_prefill_token_threshold)
+        budget = StepBudget(num_tokens, long_prefill_token_threshold=self._long_prefill_token_threshold)
         plan = _StepPlan(budget)
         self._schedule_running(plan)
         if not plan.has_preempted and self.pause_state is PauseState.UNPAUSED:

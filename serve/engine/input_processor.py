@@ -152,13 +152,15 @@ class InputProcessor:
         if not params.ignore_eos:
             stop_ids = (*stop_ids, *self._secondary_eos)
         eos = () if self._eos_token_id is None else (self._eos_token_id,)
-        return msgspec.structs.replace(
+        complete = msgspec.structs.replace(
             params,
             stop_token_ids=tuple(dict.fromkeys(stop_ids)),
             eos_token_id=None if params.ignore_eos else self._eos_token_id,
             all_stop_token_ids=tuple(sorted({*stop_ids, *self._secondary_eos, *eos})),
             bad_words_token_ids=self._tokenize_bad_words(params.bad_words),
         )
+        _check_allowed(complete)
+        return complete
 
     def _tokenize_bad_words(self, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Give the sequences to forbid: each word as it starts a text and, where that differs, after a space."""
@@ -182,6 +184,21 @@ class InputProcessor:
 def internal_id(external_id: str) -> str:
     """Give a fresh engine id for a client's id."""
     return f"{external_id}-{uuid.uuid4().hex}"
+
+
+def _check_allowed(params: SamplingParams) -> None:
+    """Refuse a request whose allowed tokens are all forbidden again: no first token could be sampled."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {words[0] for words in params.bad_words_token_ids if len(words) == 1}
+    if params.min_tokens > 0:
+        forbidden.update(params.all_stop_token_ids)
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            f"allowed_token_ids holds only tokens that bad_words or min_tokens={params.min_tokens} forbid; "
+            "allow others or drop those",
+            param="allowed_token_ids",
+        )
 
 
 def _check_options(options: RequestOptions) -> None:

@@ -20,7 +20,13 @@ def engine(max_model_len: int | None = None, **scheduler: object) -> EngineConfi
 def test_open_settings_are_filled_from_the_models_context() -> None:
     resolved = resolve(engine(), 4096)
     assert resolved.model.max_model_len == 4096
-    assert (resolved.scheduler.max_num_batched_tokens, resolved.scheduler.max_num_seqs) == (2048, 128)
+    assert (resolved.scheduler.max_num_batched_tokens, resolved.scheduler.max_num_seqs) == (512, 128)
+    assert resolved.scheduler.long_prefill_token_threshold == 384
+
+
+def test_one_prompt_may_take_the_whole_step_when_asked_or_when_it_cannot_be_cut() -> None:
+    for settings in ({"long_prefill_token_threshold": 0}, {"enable_chunked_prefill": False}):
+        assert resolve(engine(**settings), 4096).scheduler.long_prefill_token_threshold == 0  # type: ignore[arg-type]
 
 
 def test_a_length_beyond_the_models_context_is_refused() -> None:

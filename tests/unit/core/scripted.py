@@ -182,7 +182,8 @@ def make_kv(
 
 def make_scheduler(kv: KVCacheManager | None = None, *, max_model_len: int = 512, **settings: object) -> Scheduler:
     """Give a scheduler with a budget of 256 tokens and 16 requests, other settings as in SchedulerConfig."""
-    config = replace(SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16), **settings)  # type: ignore[arg-type]
+    open_settings = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16, long_prefill_token_threshold=0)
+    config = replace(open_settings, **settings)  # type: ignore[arg-type]
     return Scheduler(config, kv or make_kv(max_model_len=max_model_len), max_model_len=max_model_len)
 
 
@@ -294,7 +295,8 @@ def make_checkpoint() -> Checkpoint:
 
 def make_config(*, max_model_len: int = 256, cache: CacheConfig | None = None, **scheduler: object) -> EngineConfig:
     """Give resolved engine settings: 256 tokens a step, 16 requests, other fields as in SchedulerConfig."""
-    settings = replace(SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16), **scheduler)  # type: ignore[arg-type]
+    open_settings = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16, long_prefill_token_threshold=0)
+    settings = replace(open_settings, **scheduler)  # type: ignore[arg-type]
     return EngineConfig(
         model=ModelConfig(max_model_len=max_model_len), cache=cache or CacheConfig(), scheduler=settings
     )

@@ -41,6 +41,21 @@ def test_an_empty_prompt_is_refused() -> None:
     assert refusal([]).param == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("allowed", "changes"),
+    [
+        ((EOS_ID,), {"min_tokens": 1}),
+        ((EOS_ID, SECOND_EOS_ID, 7), {"min_tokens": 1, "stop_token_ids": (7,), "ignore_eos": True}),
+        ((97,), {"bad_words": ("a",)}),
+        ((97, EOS_ID), {"bad_words": ("a",), "min_tokens": 2}),
+    ],
+)
+def test_allowed_tokens_that_are_all_forbidden_are_refused(allowed: tuple[int, ...], changes: dict) -> None:
+    assert refusal([1], allowed_token_ids=allowed, max_tokens=5, **changes).param == "allowed_token_ids"
+    assert process([1], allowed_token_ids=(*allowed, 98), max_tokens=5, **changes).sampling_params.max_tokens == 5
+    assert process([1], allowed_token_ids=allowed, max_tokens=5).sampling_params.allowed_token_ids == allowed
+
+
 @pytest.mark.parametrize("length", [MAX_LEN, MAX_LEN + 1, 1000])
 def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(length: int) -> None:
     error = refusal([1] * length)
