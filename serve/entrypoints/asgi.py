@@ -19,6 +19,11 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 JsonObject = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 200
+# A body that makes the server build millions of small objects would hold up all other requests. What opens objects,
+# arrays and strings is counted before anything is built, so inside strings too; no context holds a prompt with as many.
+MAX_JSON_BRACKETS: Final = 1 << 18
+MAX_JSON_QUOTES: Final = 1 << 20
+MAX_FIELDS: Final = 1024
 BODY_SECONDS: Final = 60.0
 
 _T = TypeVar("_T")
@@ -87,6 +92,11 @@ def _too_large(max_bytes: int) -> HttpError:
 
 def parse_json(body: bytes) -> JsonObject:
     """Decode a JSON object. NaN, Infinity, invalid UTF-8 and deep nesting are InvalidRequest."""
+    num_brackets, num_quotes = body.count(b"[") + body.count(b"{"), body.count(b'"')
+    if num_brackets > MAX_JSON_BRACKETS:
+        raise InvalidRequest(f"the body holds {num_brackets} opening brackets, the limit is {MAX_JSON_BRACKETS}")
+    if num_quotes > MAX_JSON_QUOTES:
+        raise InvalidRequest(f"the body holds {num_quotes} quotation marks, the limit is {MAX_JSON_QUOTES}")
     try:
         value = msgspec.json.decode(body)
     except msgspec.MsgspecError as error:
@@ -95,7 +105,9 @@ def parse_json(body: bytes) -> JsonObject:
         raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH and _is_too_deep(value):
+    if len(value) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(value)} fields, the limit is {MAX_FIELDS}")
+    if num_brackets > MAX_JSON_DEPTH and _is_too_deep(value):
         raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
     return value
 

@@ -62,7 +62,7 @@ def _scaled(text: str, units: Mapping[str, int], accepted: str) -> int:
     value = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
     if value != int(value):
         raise ValueError(f"{text!r} is not {accepted}")
-    return int(value)
+    return _in_64_bits(int(value), text)
 
 
 def parse_json_object(text: str) -> dict[str, object]:
@@ -71,6 +71,8 @@ def parse_json_object(text: str) -> dict[str, object]:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"{text!r} is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("the JSON value nests too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
     return value
@@ -175,9 +177,17 @@ def _converter(kind: str, plain: type) -> Callable[[str], object]:
 
 def _parse_int(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a whole number") from None
+    return _in_64_bits(value, text)
+
+
+def _in_64_bits(value: int, text: str) -> int:
+    """Check what the engine core, to which the settings are sent, can read."""
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{text!r} does not fit in 64 bits")
+    return value
 
 
 def _parse_float(text: str) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import ssl
 from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,18 +18,92 @@ from serve.entrypoints.asgi import AsgiApp
 from serve.entrypoints.http_errors import ErrorReply
 from serve.errors import ConfigError
 
+# The gate refuses smaller floods once the whole head is there; a head without end must not be gathered for ever.
+MAX_OPEN_HEAD_BYTES: Final = 256 << 10
+MAX_OPEN_HEADERS: Final = 2048
+HEAD_SECONDS: Final = 60.0
+
+
+class _TooManyHeaders(Exception):
+    """Stops the parser in the middle of a head, or of the trailers that may follow a body."""
+
 
 class HttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 over one connection."""
+    """HTTP/1.1 over one connection, with an end to the size of a request's head and to the wait for it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, but not for ever."""
+        super().connection_made(transport)
+        self._num_head_bytes = 0
+        self._began_now = self._is_flooded = False
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the wait."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; a head that is too large so far is refused."""
+        self._began_now = False
+        super().data_received(data)
+        # The bytes that a head begins with may follow a body, so they are not counted.
+        if self._head_timer is not None and not self._began_now:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_OPEN_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, f"the head of the request is larger than {MAX_OPEN_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        """Start to count and to wait: a request's first bytes are here."""
+        super().on_message_begin()
+        self._began_now = True
+        self._num_head_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, up to a number of them."""
+        super().on_header(name, value)
+        if len(self.headers) > MAX_OPEN_HEADERS:
+            self._is_flooded = True
+            raise _TooManyHeaders
+
+    def on_headers_complete(self) -> None:
+        """Stop the wait: the request is known."""
+        self._stop_head_timer()
+        super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what could not be parsed with the one error shape, and close."""
-        body = ErrorReply(400, "this is not a valid HTTP/1.1 request").body()
+        if self._is_flooded:
+            self._refuse(431, f"more than {MAX_OPEN_HEADERS} headers")
+        else:
+            self._refuse(400, "this is not a valid HTTP/1.1 request")
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+
+    def _on_late_head(self) -> None:
+        self._head_timer = None
+        if self._is_answering:  # the answer before it may take its time
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_late_head)
+            return
+        self._refuse(408, f"the request did not begin or its head did not arrive within {HEAD_SECONDS:g} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = ErrorReply(status, message).body()
         head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + body)
+        if not self._is_answering:  # in the middle of an answer it would read as a part of that
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
 

@@ -269,6 +269,8 @@ class ServerRun:
 
     async def _leave(self, serving: asyncio.Task[None]) -> None:
         """Stop the HTTP server, the engine client and the engine core."""
+        # A start that failed must not wait until the engine core has loaded the model.
+        self._process.cancel()
         if self._puller is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._puller.pid, signal.SIGKILL)

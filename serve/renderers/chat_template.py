@@ -6,6 +6,7 @@ limit and an output limit, and it sees plain JSON values only.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
@@ -35,6 +36,7 @@ _MAX_REPEATED: Final = 1 << 20
 _MAX_VALUE_CHARS: Final = 1 << 26
 _MAX_EXPONENT: Final = 64
 _CACHED_TEMPLATES: Final = 16
+_GROWING_FILTERS: Final = ("batch", "center", "format", "indent", "join", "replace", "slice", "truncate", "wordwrap")
 # Names of what the rewritten template calls: no template can spell them.
 _CHECK_TIME: Final = "0check_time"
 _JOIN: Final = "0join"
@@ -75,15 +77,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str) and _FORMAT_WIDTH.search(left):
             raise SecurityError("the chat template formats text with a width of five or more digits")
         result: object = super().call_binop(context, operator, left, right)
-        if isinstance(result, (str, list)) and len(result) > _MAX_VALUE_CHARS:
-            raise SecurityError(f"the chat template makes a value longer than {_MAX_VALUE_CHARS}")
+        limit = _MAX_VALUE_CHARS if isinstance(result, str) else _MAX_REPEATED
+        if isinstance(result, (str, list, tuple)) and len(result) > limit:
+            raise SecurityError(f"the chat template makes a value longer than {limit}")
         return result
 
     def call(self, context: Context, callee: object, /, *args: object, **kwargs: object) -> object:
         """Call what the sandbox allows; text methods do not take widths beyond any use in a chat."""
-        is_text_method = isinstance(callee, BuiltinMethodType) and isinstance(callee.__self__, str)
-        if is_text_method and any(isinstance(a, int) and abs(a) > _MAX_REPEATED for a in args):
-            raise SecurityError("the chat template pads text too far")
+        if isinstance(callee, BuiltinMethodType) and isinstance(callee.__self__, (str, bytes, int)):
+            _check_growth(callee.__name__, callee.__self__, *args, *kwargs.values())
         result: object = super().call(context, callee, *args, **kwargs)
         return result
 
@@ -93,6 +95,34 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """Allow what the sandbox allows, except str.format: its fields read attributes and pad without a bound."""
         return attr not in ("format", "format_map") and super().is_safe_attribute(obj, attr, value)
+
+
+def _check_growth(name: str, *values: object) -> None:
+    """Refuse a text method or filter whose result could be far longer than what it is given; values[0] is its text."""
+    texts = [len(value) for value in values if isinstance(value, (str, bytes, list, tuple))] or [1]
+    numbers = [abs(value) for value in values[1:] if isinstance(value, int)]
+    if max(numbers, default=0) > _MAX_REPEATED or max(numbers, default=0) * texts[0] > _MAX_VALUE_CHARS:
+        raise SecurityError("the chat template pads text too far")
+    if name in ("replace", "join", "wordwrap", "indent") and len(texts) > 1:
+        longest, *others = sorted(texts, reverse=True)
+        if longest * max(others) > _MAX_VALUE_CHARS:
+            raise SecurityError(f"the chat template may make a value longer than {_MAX_VALUE_CHARS}")
+
+
+def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object]:
+    """Wrap one of jinja2's filters with the bounds of text methods."""
+
+    @functools.wraps(function)  # keeps jinja2's marks of what the filter wants as its first argument
+    def call(*args: object, **kwargs: object) -> object:
+        values = [*args, *kwargs.values()]
+        if not isinstance(values[0], (str, list, tuple)):
+            values = values[1:]  # the environment or the evaluation context
+        if name == "format" and isinstance(values[0], str) and _FORMAT_WIDTH.search(values[0]):
+            raise SecurityError("the chat template formats text with a width of five or more digits")
+        _check_growth(name, *values)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _repeated_length(value: object, times: object) -> int:
@@ -143,6 +173,9 @@ def make_environment() -> TemplateEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], optimized=False
     )
     environment.filters["tojson"] = _tojson
+    for name in _GROWING_FILTERS:
+        environment.filters[name] = _bounded(name, environment.filters[name])
+    del environment.globals["lipsum"]  # makes as much text as it is asked for
     environment.globals.update(
         {
             "raise_exception": _raise_exception,

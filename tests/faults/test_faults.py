@@ -239,3 +239,11 @@ def test_failing_start_names_memory(tiny_model: Path) -> None:
     with Server("--kv-cache-memory", "4KiB", model=str(tiny_model)) as server:
         assert server.wait_exit(20) == 4
         assert "GiB" in server.log() or "KiB" in server.log()
+
+
+def test_a_start_that_fails_in_the_front_end_does_not_wait_for_the_engine_core(tiny_model: Path) -> None:
+    with start_tiny(tiny_model, "--tokenizer", "/no/such/folder") as server:
+        assert server.wait_exit() == 3
+        assert "--tokenizer /no/such/folder is not a folder" in server.log()
+        assert "kv cache ready" not in server.log()
+        assert "Traceback" not in server.log()

@@ -60,19 +60,26 @@ async def create_completion(state: AppState, request: Request) -> Response:
     state.admitting()
     completion = parse_request(CompletionRequest, await read_body(state, request))
     generation = start_generation(state, request, completion, prefix="cmpl-", arrival_time=arrival_time)
+    _check_num_choices(completion, state.config.server.max_num_prompts)
     prompts = split_prompts(completion.prompt)
-    limit = state.config.server.max_num_prompts
-    if len(prompts) * max(1, completion.n) > limit:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts with n={completion.n} make more than the {limit} choices of one request; "
-            "send fewer at a time",
-            param="prompt",
-        )
     job = CompletionJob(generation, completion, prompts)
     if completion.stream:
         return await start_stream(stream_completion(job), request.receive)
     body = await run_while_connected(complete(job), wait_for_disconnect(request.receive))
     return Response(body, media_type="application/json")
+
+
+def _check_num_choices(completion: CompletionRequest, limit: int) -> None:
+    """Refuse too many choices before each prompt is looked at: there may be millions."""
+    prompt = completion.prompt
+    is_many = isinstance(prompt, list) and len(prompt) > 0 and not _is_id(prompt[0])
+    num_prompts = len(prompt) if is_many else 1
+    if num_prompts * max(1, completion.n) > limit:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={completion.n} make more than the {limit} choices of one request; "
+            "send fewer at a time",
+            param="prompt",
+        )
 
 
 def split_prompts(prompt: object) -> list[Prompt]:
@@ -105,7 +112,7 @@ def _text(value: object, param: str) -> str:
 
 
 def _token_ids(value: object, param: str) -> list[int]:
-    if not isinstance(value, list) or not all(map(_is_id, value)):
+    if not isinstance(value, list) or any(kind is not int for kind in set(map(type, value))):
         raise InvalidRequest(f"{param} must hold token ids only", param=param)
     if not value:
         raise InvalidRequest(f"{param} must not be empty", param=param)

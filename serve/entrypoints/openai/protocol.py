@@ -20,7 +20,10 @@ from serve.sampling_params import MAX_LOGIT_BIAS, OutputKind, SamplingParams
 log = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS: Final = 16
-MAX_SALT_CHARS: Final = 1024
+# Bounds on how many values are looked at one by one, so that a hostile body costs no more than its decoding.
+MAX_TOKEN_IDS: Final = 1 << 20
+MAX_MESSAGES: Final = 1 << 16
+MAX_OPTIONS: Final = 1024
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
 
@@ -67,11 +70,39 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _no_bools(values: Any) -> Any:
+    if isinstance(values, list) and bool in set(map(type, values)):
+        raise ValueError("Input should hold numbers, not booleans")
+    return values
+
+
+class _AtMost:
+    """A check of a container's length before its items are looked at."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def __call__(self, values: Any) -> Any:
+        if isinstance(values, (list, dict)) and len(values) > self._limit:
+            raise ValueError(f"must hold at most {self._limit} entries, got {len(values)}")
+        return values
+
+
 Int = Annotated[int, BeforeValidator(_no_bool), Field(ge=INT64_MIN, le=INT64_MAX)]
 Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-TokenId = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=2**31 - 1)]
-Strings = Annotated[list[str], BeforeValidator(_as_list)]
-XArg = str | int | float | list[str | int | float]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
+    Field(fail_fast=True),
+    BeforeValidator(_no_bools),
+    BeforeValidator(_AtMost(MAX_TOKEN_IDS)),
+]
+# One wrong item is enough: each report of pydantic takes microseconds, and a body can hold millions of items.
+Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), BeforeValidator(_AtMost(MAX_MESSAGES))]
+Options = Annotated[dict[str, Any], BeforeValidator(_AtMost(MAX_OPTIONS))]
+XArgList = Annotated[list[str | int | float], Field(fail_fast=True), BeforeValidator(_AtMost(MAX_OPTIONS))]
+XArgs = Annotated[dict[str, str | int | float | XArgList], BeforeValidator(_AtMost(MAX_OPTIONS))]
+LogitBias = Annotated[dict[str, Float], BeforeValidator(_AtMost(MAX_LOGIT_BIAS))]
 
 
 class StreamOptions(BaseModel):
@@ -102,13 +133,13 @@ class GenerationRequest(BaseModel):
     repetition_penalty: Float | None = None
     seed: Int | None = None
     stop: Strings = []
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: TokenIds = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: dict[str, Float] | None = None
+    logit_bias: LogitBias | None = None
     prompt_logprobs: Int | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] = []
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = []
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None
@@ -117,10 +148,10 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     echo: bool = False
     priority: Int = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: str | None = None
     user: Any = None
-    vllm_xargs: dict[str, XArg] | None = None
+    vllm_xargs: XArgs | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "modalities", "prediction"}
@@ -169,10 +200,6 @@ class GenerationRequest(BaseModel):
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias must be at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", param="logit_bias"
-            )
         bias = {}
         for key, value in self.logit_bias.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -221,7 +248,7 @@ class GenerationRequest(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int = 0
@@ -229,10 +256,10 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: Options | None = None
+    documents: Objects | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[Objects, BeforeValidator(_AtMost(MAX_OPTIONS))] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -302,14 +329,14 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: Options | None = None
+    tools: Annotated[Objects, BeforeValidator(_AtMost(MAX_OPTIONS))] | None = None
 
     def check(self) -> None:
         """Check what involves several fields. Raises InvalidRequest."""
@@ -326,7 +353,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     model: str = ""
-    tokens: list[TokenId]
+    tokens: TokenIds
 
     def check(self) -> None:
         """Nothing here involves several fields."""

@@ -5,9 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from pydantic import ValidationError
 
 from serve.entrypoints.app_state import Phase
-from serve.errors import EngineDead, RequestFailed
+from serve.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    parse_request,
+)
+from serve.errors import EngineDead, InvalidRequest, RequestFailed
 from serve.wire.frontend import FinishReason
 from tests.fakes import hand_over
 from tests.unit.entrypoints.app_client import Reply, chat, make_app
@@ -72,6 +79,52 @@ def test_bodies_that_are_no_proper_json_object_are_400(raw: bytes) -> None:
         expect_error(await make_app().post(COMPLETIONS, raw=raw), 400, "BadRequestError")
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "a", "x": [' + b"[]," * 300_000 + b"1]}",
+        b'{"prompt": "a", "x": [' + b'"a",' * 600_000 + b"1]}",
+        b"{" + b",".join(b'"k%d": 1' % i for i in range(2000)) + b', "prompt": "a"}',
+    ],
+)
+def test_bodies_of_very_many_small_values_are_400(raw: bytes) -> None:
+    async def work() -> None:
+        error = expect_error(await make_app().post(COMPLETIONS, raw=raw), 400, "BadRequestError")
+        assert "the limit is" in error["message"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (DetokenizeRequest, "tokens", [True] * 10_000),
+        (DetokenizeRequest, "tokens", ["x"] * 10_000),
+        (DetokenizeRequest, "tokens", [1] * (1 << 20) + [2]),
+        (CompletionRequest, "stop", [1] * 10_000),
+        (CompletionRequest, "bad_words", [1] * 10_000),
+        (CompletionRequest, "stop_token_ids", ["x"] * 10_000),
+        (CompletionRequest, "allowed_token_ids", [-1] * 10_000),
+        (CompletionRequest, "logit_bias", {str(i): "x" for i in range(10_000)}),
+        (CompletionRequest, "vllm_xargs", {"x": [None] * 1000}),
+        (CompletionRequest, "vllm_xargs", {str(i): None for i in range(10_000)}),
+        (ChatCompletionRequest, "messages", [1] * 10_000),
+        (ChatCompletionRequest, "tools", [1] * 10_000),
+        (ChatCompletionRequest, "documents", [1] * 10_000),
+        (ChatCompletionRequest, "chat_template_kwargs", {str(i): 1 for i in range(10_000)}),
+    ],
+)
+def test_a_list_full_of_mistakes_is_refused_with_the_first_of_them(kind: type, field: str, value: object) -> None:
+    """A report of every mistake takes seconds when there are millions; other requests would wait for that."""
+    body = {"prompt": "a", **chat(), field: value}
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request(kind, body)
+    assert (caught.value.param or "").split(".")[0] == field
+    reported = caught.value.__context__
+    assert isinstance(reported, ValidationError)
+    assert reported.error_count() < 10
 
 
 def test_other_content_types_are_400_and_parameters_after_the_type_are_fine() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve.config import ServerConfig
+from serve.entrypoints import http_server
 from serve.entrypoints.api_server import build_app
 from serve.entrypoints.http_server import check_tls_files, new_http_server
 from serve.entrypoints.listener import bind_listener, close_listener
@@ -56,6 +57,44 @@ def test_bytes_that_are_no_request_get_the_error_shape_and_the_connection_closes
             head, _, body = (await exchange(port, junk)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 400 ")
             assert json.loads(body)["error"]["type"] == "BadRequestError"
+
+    with_server(work)
+
+
+def test_a_head_without_end_is_cut_off_with_431() -> None:
+    line = b"x: " + b"y" * 60_000 + b"\r\n"
+
+    async def work(port: int) -> None:
+        for flood in ([line] * 10, [b"x: " + b"y" * 600_000], [b"x: y\r\n" * 3000]):
+            head, _, body = (await exchange(port, b"GET /version HTTP/1.1\r\n", *flood)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 431 ")
+            assert json.loads(body)["error"]["type"] == "HeaderTooLargeError"
+
+    with_server(work)
+
+
+def test_a_large_body_before_the_next_head_counts_not_as_head() -> None:
+    async def work(port: int) -> None:
+        large = (
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000000\r\n\r\n" + b" " * 999_998 + b"{}"
+        )
+        last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        answer = await exchange(port, large + last[:20], last[20:])
+        assert b'{"version":' in answer
+        assert b"HTTP/1.1 431 " not in answer
+
+    with_server(work)
+
+
+def test_a_head_that_does_not_arrive_is_408_and_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
+
+    async def work(port: int) -> None:
+        for begin in (b"", b"GET /version HTTP/1.1\r\nhost: localh"):
+            head, _, body = (await exchange(port, begin)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert json.loads(body)["error"]["type"] == "RequestTimeoutError"
 
     with_server(work)
 

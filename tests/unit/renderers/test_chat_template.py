@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,43 @@ def test_endless_template_stops_at_its_time_limit(template: str) -> None:
     with pytest.raises(InvalidRequest, match="did not finish within 5 s"):
         TemplateCache().get(template).render({"messages": []}, max_chars=LIMIT, now=clock)
     assert clock.seconds < 5.5
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x'|center(10**9) }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ 'a'|batch(10**9, 'x')|list }}",
+        "{{ 'a'|slice(10**9)|list }}",
+        "{{ 'a'|indent(10**9) }}",
+        "{{ ['a', 'b']|map('center', 10**9)|list }}",
+        "{{ ('a' * 100000)|replace('a', 'b' * 100000) }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+        "{{ ('b' * 100000).join(['a'] * 100000) }}",
+        "{{ (['a'] * 100000)|join('b' * 100000) }}",
+        "{{ ('a ' * 100000)|wordwrap(1, wrapstring='b' * 100000) }}",
+        "{{ ('\t' * 100000).expandtabs(100000) }}",
+        "{{ (1).to_bytes(10**9, 'big')|length }}",
+        "{{ 'a'.ljust(10**9) }}",
+        "{{ lipsum(n=1000000) }}",
+    ],
+)
+def test_filters_and_methods_that_would_make_huge_values_are_refused_before_they_do(template: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"pads|longer than|width|'lipsum' is undefined"):
+            TemplateCache().get(template).render({"messages": []}, max_chars=LIMIT)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_bounded_filters_do_what_they_should() -> None:
+    text = "{{ 'ab'|center(4) }}|{{ 'a,b'|replace(',', '; ') }}|{{ ['a', 'b']|join('-') }}|{{ '%s!'|format('a') }}"
+    assert TemplateCache().get(text).render({"messages": []}, max_chars=LIMIT) == " ab |a; b|a-b|a!"
+    lines = "{{ 'a\nb'|indent(2) }}|{{ [1, 2, 3]|batch(2)|list }}|{{ 'a b'|wordwrap(1, wrapstring='/') }}"
+    assert TemplateCache().get(lines).render({"messages": []}, max_chars=LIMIT) == "a\n  b|[[1, 2], [3]]|a/b"
 
 
 def test_output_limit_stops_the_render_early() -> None:
