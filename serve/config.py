@@ -26,6 +26,17 @@ AUTO_MAX_MODEL_LEN: Final = -1
 CPU_MAX_NUM_BATCHED_TOKENS: Final = 512
 CPU_MAX_NUM_SEQS: Final = 128
 
+# Name, default and meaning of what read_environment reads, for `serve --help` and docs/flags.md.
+ENVIRONMENT_HELP: Final = (
+    ("SERVE_CACHE_DIR", "$XDG_CACHE_HOME/serve, or ~/.cache/serve", "where fetched models are kept"),
+    ("SERVE_API_KEY", "", "key(s) that requests must carry, separated by commas"),
+    ("SERVE_LOG_LEVEL", "info", "lowest level that is logged"),
+    ("SERVE_ENGINE_READY_TIMEOUT", "600", "seconds the engine core may take to become ready"),
+    ("SERVE_IPC_DIR", "the system's temporary folder", "where the private folder of internal sockets is made"),
+    ("HF_HUB_OFFLINE", "0", "1: fetch nothing from the hub"),
+    ("NO_COLOR", "", "any value: no color in logs"),
+)
+
 _METRIC_NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 _T = TypeVar("_T")
 
@@ -102,7 +113,9 @@ class CacheConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     gpu_memory_utilization: float = flag(
-        0.92, "share of device memory to use in all (on the CPU: of the memory free at start, see docs)"
+        0.92,
+        "share of device memory to use in all (on the CPU: of the memory free at start, see Memory in "
+        "docs/architecture.md)",
     )
     kv_cache_memory_bytes: int | None = flag(
         None,
@@ -120,10 +133,22 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Step budget and order of requests. None = chosen by resolve()."""
+    """Step budget and order of requests.
 
-    max_num_batched_tokens: int | None = flag(None, "token budget of a step", kind="count")
-    max_num_seqs: int | None = flag(None, "limit on running requests", kind="count")
+    What is None here depends on the machine or on another setting: resolve() chooses it.
+    """
+
+    max_num_batched_tokens: int | None = flag(
+        None,
+        f"token budget of a step (default: {CPU_MAX_NUM_BATCHED_TOKENS} on the CPU, or the context without chunked "
+        "prefill if that is more)",
+        kind="count",
+    )
+    max_num_seqs: int | None = flag(
+        None,
+        f"limit on running requests (default: {CPU_MAX_NUM_SEQS} on the CPU, at most --max-num-batched-tokens)",
+        kind="count",
+    )
     enable_chunked_prefill: bool = flag(True, "spread long prompts over steps")
     long_prefill_token_threshold: int | None = flag(
         None,
@@ -338,7 +363,8 @@ def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
         )
     sched = config.scheduler
     longest = model_max_len if length == AUTO_MAX_MODEL_LEN else length
-    budget = sched.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+    # Each running request needs a token of every step, so asking for more of them asks for larger steps.
+    budget = sched.max_num_batched_tokens or max(CPU_MAX_NUM_BATCHED_TOKENS, sched.max_num_seqs or 0)
     if not sched.enable_chunked_prefill and sched.max_num_batched_tokens is None:
         budget = max(budget, longest)
     seqs = sched.max_num_seqs if sched.max_num_seqs is not None else min(CPU_MAX_NUM_SEQS, budget)

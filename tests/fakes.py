@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from serve.checkpoint import Checkpoint, ModelArch
 from serve.engine.input_processor import RequestOptions
 from serve.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from serve.engine.stats import EngineStats
+from serve.renderers.decode_stream import Utf8Stream
 from serve.sampling_params import SamplingParams, normalize
 from serve.wire.codec import MsgpackDecoder, MsgpackEncoder
 from serve.wire.frontend import (
@@ -42,7 +42,7 @@ class ByteDecodeStream:
     def __init__(self, tokenizer: ByteTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = Utf8Stream()
 
     def step(self, token_id: int) -> str | None:
         if self._skip and token_id in self._tokenizer.all_special_ids:

@@ -9,11 +9,11 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from serve import __version__
 from serve.entrypoints import dev, metrics, service
+from serve.entrypoints.api_description import ROUTES
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import AsgiApp
 from serve.entrypoints.gate import HttpGate, exchange_of
@@ -21,19 +21,13 @@ from serve.entrypoints.http_errors import ErrorReply, HttpError, error_reply
 from serve.entrypoints.openai import models
 from serve.entrypoints.openai.chat import create_chat_completion
 from serve.entrypoints.openai.completions import create_completion
-from serve.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from serve.entrypoints.openai.tokenize import detokenize, tokenize
 
 HTTP_MESSAGES: Final = {
-    404: "there is nothing at this path; see /docs for the API",
+    404: "there is nothing at this path",
     405: "this path does not take the method {method}",
 }
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]
 
 
 def build_app(state: AppState) -> AsgiApp:
@@ -71,6 +65,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Word the framework's own refusals (unknown path, wrong method) like ours."""
     assert isinstance(error, HTTPException), f"registered for HTTPException only, got {error!r}"
     message = HTTP_MESSAGES.get(error.status_code, str(error.detail)).format(method=request.method)
+    if error.status_code == 404 and request.app.docs_url is not None:
+        message += f"; see {request.app.docs_url} for the API"
     headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
     refusal = HttpError(error.status_code, message, headers=headers)
     return _to_response(error_reply(refusal, exchange_of(request.scope).request_id))
@@ -85,24 +81,19 @@ def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _describe_body(model: type[BaseModel]) -> dict[str, object]:
-    """Give the API description of a body that the handler itself reads."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    described = _resolve_refs(schema, definitions)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
-
-
-def _resolve_refs(schema: object, definitions: dict[str, object]) -> object:
-    """Put definitions in the place of references to them, which would not resolve inside the API description."""
-    if isinstance(schema, list):
-        return [_resolve_refs(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    name = schema.get("$ref")
-    if isinstance(name, str):
-        return _resolve_refs(definitions[name.removeprefix("#/$defs/")], definitions)
-    return {key: _resolve_refs(value, definitions) for key, value in schema.items()}
+def _add_route(app: FastAPI, method: str, path: str, handler: Handler) -> None:
+    """Add a route with its description; the handlers give whole responses, so the framework adds nothing to them."""
+    described = ROUTES[path.replace(":path}", "}")]
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        summary=described.summary,
+        response_class=Response,
+        response_description=described.answer,
+        responses=described.responses(),
+        openapi_extra=described.extra(),
+    )
 
 
 def _add_openai_routes(app: FastAPI, state: AppState) -> None:
@@ -115,8 +106,8 @@ def _add_openai_routes(app: FastAPI, state: AppState) -> None:
     async def list_models() -> Response:
         return _json(models.list_models(state))
 
-    async def get_model(model_id: str) -> Response:
-        return _json(models.get_model(state, model_id))
+    async def get_model(request: Request) -> Response:
+        return _json(models.get_model(state, request.path_params["model_id"]))
 
     async def tokenize_prompt(request: Request) -> Response:
         return _json(await tokenize(state, request))
@@ -124,16 +115,12 @@ def _add_openai_routes(app: FastAPI, state: AppState) -> None:
     async def detokenize_ids(request: Request) -> Response:
         return _json(await detokenize(state, request))
 
-    posts: list[tuple[str, Handler, type[BaseModel]]] = [
-        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
-        ("/v1/completions", completions, CompletionRequest),
-        ("/tokenize", tokenize_prompt, TokenizeRequest),
-        ("/detokenize", detokenize_ids, DetokenizeRequest),
-    ]
-    for path, handler, model in posts:
-        app.add_api_route(path, handler, methods=["POST"], openapi_extra=_describe_body(model))
-    app.add_api_route("/v1/models", list_models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    _add_route(app, "POST", "/v1/chat/completions", chat_completions)
+    _add_route(app, "POST", "/v1/completions", completions)
+    _add_route(app, "POST", "/tokenize", tokenize_prompt)
+    _add_route(app, "POST", "/detokenize", detokenize_ids)
+    _add_route(app, "GET", "/v1/models", list_models)
+    _add_route(app, "GET", "/v1/models/{model_id:path}", get_model)
 
 
 def _add_service_routes(app: FastAPI, state: AppState) -> None:
@@ -165,14 +152,14 @@ def _add_service_routes(app: FastAPI, state: AppState) -> None:
     async def scrape() -> Response:
         return Response(metrics.render(state), media_type=metrics.CONTENT_TYPE)
 
-    app.add_api_route("/live", live, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/ready", ready, methods=["GET"])
-    app.add_api_route("/ping", ping, methods=["GET"])
-    app.add_api_route("/ping", post_ping, methods=["POST"])
-    app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/load", load, methods=["GET"])
-    app.add_api_route("/metrics", scrape, methods=["GET"])
+    _add_route(app, "GET", "/live", live)
+    _add_route(app, "GET", "/health", health)
+    _add_route(app, "GET", "/ready", ready)
+    _add_route(app, "GET", "/ping", ping)
+    _add_route(app, "POST", "/ping", post_ping)
+    _add_route(app, "GET", "/version", version)
+    _add_route(app, "GET", "/load", load)
+    _add_route(app, "GET", "/metrics", scrape)
 
 
 def _add_dev_routes(app: FastAPI, state: AppState) -> None:
@@ -188,7 +175,7 @@ def _add_dev_routes(app: FastAPI, state: AppState) -> None:
     async def reset_prefix_cache(request: Request) -> Response:
         return _json(await dev.reset_prefix_cache(state, request.query_params))
 
-    app.add_api_route("/pause", pause, methods=["POST"])
-    app.add_api_route("/resume", resume, methods=["POST"])
-    app.add_api_route("/is_paused", is_paused, methods=["GET"])
-    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"])
+    _add_route(app, "POST", "/pause", pause)
+    _add_route(app, "POST", "/resume", resume)
+    _add_route(app, "GET", "/is_paused", is_paused)
+    _add_route(app, "POST", "/reset_prefix_cache", reset_prefix_cache)

@@ -14,7 +14,7 @@ from types import FrameType
 
 from serve import __version__
 from serve.config import Environment, ServeConfig, read_environment, validate
-from serve.entrypoints.flags import FlagParser, build_parser, config_from_flags, parse_flags
+from serve.entrypoints.flags import PULL_USAGE, FlagParser, build_parser, config_from_flags, parse_flags
 from serve.entrypoints.listener import bind_listener, close_listener
 from serve.errors import ConfigError, ExitCode
 from serve.log import decorate_process, setup_logging
@@ -57,6 +57,10 @@ def _serve(arguments: list[str]) -> int:
     config = with_environment_keys(config_from_flags(parsed), environment)
     validate(config)
     _end_quietly_on_signals()
+    if config.server.chat_template is not None:
+        from serve.entrypoints.start_checks import check_chat_template
+
+        check_chat_template(config.server.chat_template)
     listener = bind_listener(config.server)
     try:
         return _start(config, environment, listener)
@@ -73,8 +77,10 @@ def _start(config: ServeConfig, environment: Environment, listener: socket.socke
     process = spawn_engine(environment, drain_seconds=config.server.shutdown_timeout)
     try:
         from serve.entrypoints.model_argument import check_model_argument
+        from serve.entrypoints.start_checks import check_against_model
 
         check_model_argument(config.engine.model.model, environment)
+        check_against_model(config.engine, environment)
         from serve.entrypoints.run_server import run_server
 
         return int(run_server(config, environment, listener, process=process))
@@ -97,7 +103,7 @@ def with_environment_keys(config: ServeConfig, environment: Environment) -> Serv
 def _pull(arguments: list[str]) -> int:
     parser = FlagParser(
         prog="serve pull",
-        usage="serve pull MODEL [--revision REVISION]",
+        usage=PULL_USAGE,
         description="Fetch a model into the cache folder.",
         allow_abbrev=False,
     )

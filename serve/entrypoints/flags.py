@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Final, NoReturn, TypeVar, cast
 
 from serve.config import (
+    ENVIRONMENT_HELP,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -40,6 +41,24 @@ _BYTE_UNITS: Final = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
     "B": 1,
+}
+PULL_USAGE: Final = "serve pull [--revision REVISION] MODEL"
+_ONE_REPLICA: Final = "this version serves one replica on one machine"
+_NO_TOOLS: Final = "this version does not parse tool calls; requests may show tools with tool_choice none"
+# Flags of other servers that we do not have, and what to do without them.
+FOREIGN_FLAGS: Final = {
+    "--tensor-parallel-size": _ONE_REPLICA,
+    "--pipeline-parallel-size": _ONE_REPLICA,
+    "--data-parallel-size": _ONE_REPLICA,
+    "--trust-remote-code": "code that comes with a model is never run",
+    "--quantization": "the format is read from the checkpoint; give a .gguf file as MODEL for quantized weights",
+    "--enable-auto-tool-choice": _NO_TOOLS,
+    "--tool-call-parser": _NO_TOOLS,
+    "--reasoning-parser": "this version leaves reasoning in the text of the answer",
+    "--enable-lora": "this version serves no adapters; merge the adapter into the checkpoint",
+    "--speculative-config": "this version has no speculative decoding",
+    "--device": "this version computes on the CPU",
+    "--config": "settings are flags, and there is no settings file; `serve --help` lists them",
 }
 _NUMBER: Final = re.compile(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -98,8 +117,10 @@ def build_parser() -> FlagParser:
     """Build the parser of `serve [MODEL] [flags]`; every flag comes from a field of the settings."""
     parser = FlagParser(
         prog="serve",
-        usage="serve [MODEL] [flags] | serve pull MODEL | serve --version",
+        usage=f"serve [MODEL] [flags]\n       {PULL_USAGE}\n       serve --version",
         description="Serve a language model over HTTP with the OpenAI API.",
+        epilog=_environment_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -144,9 +165,36 @@ def _default(field: dataclasses.Field[object]) -> object:
     return field.default
 
 
+def default_text(default: object) -> str:
+    """Give a default as the user would type it, on or off for a switch; empty when there is none."""
+    match default:
+        case None | () | "":
+            return ""
+        case dict() if not default:
+            return ""
+        case bool():
+            return "on" if default else "off"
+        case tuple():
+            return " ".join(str(value) for value in default)
+        case str():
+            return default
+        case _:
+            return json.dumps(default)
+
+
 def _help(text: str, kind: str, default: object) -> str:
-    shown = "" if default in (None, (), {}, "") or kind == "secret" or "default" in text else f" (default: {default})"
+    typed = default_text(default)
+    shown = f" (default: {typed})" if typed and kind != "secret" and "default" not in text else ""
     return (text + shown).replace("%", "%%")
+
+
+def _environment_help() -> str:
+    width = max(len(name) for name, _, _ in ENVIRONMENT_HELP)
+    lines = [
+        f"  {name:{width}}  {meaning}" + (f" (default: {default})" if default else "")
+        for name, default, meaning in ENVIRONMENT_HELP
+    ]
+    return "\n".join(["environment:", *lines])
 
 
 def _metavar(name: str) -> str:
@@ -226,6 +274,8 @@ def _unknown(parser: FlagParser, text: str) -> str:
     name = text.partition("=")[0]
     if not name.startswith("-"):
         return f"argument {text!r} is one too many; MODEL is the only one without a flag"
+    if name in FOREIGN_FLAGS:
+        return f"unknown flag {name}: {FOREIGN_FLAGS[name]}"
     known = [option for action in parser._actions for option in action.option_strings]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"unknown flag {name}" + (f"; did you mean {close[0]}?" if close else "; `serve --help` lists all flags")

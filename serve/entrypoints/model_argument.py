@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from serve.config import Environment
-from serve.model_store import list_models, resolve_model
+from serve.model_store import is_hub_id, list_models, local_path, resolve_model
 
 
 def needs_download(model: str, environment: Environment) -> bool:
     """Tell whether finding the model may take a network; a missing path is not worth asking for."""
-    if Path(model).expanduser().exists():
+    if local_path(model) is not None:
         return False
     named = {listed.name: listed.is_cached for listed in list_models(environment)}
     if model.lower() in named:
         return not named[model.lower()]
-    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    return is_hub_id(model)
 
 
 def check_model_argument(model: str, environment: Environment) -> None:

@@ -39,6 +39,7 @@ DEATH_SECONDS: Final = 1.0
 LAST_ANSWERS_SECONDS: Final = 2.0
 ABORT_SECONDS: Final = 2.0
 HURRIED_STOP_SECONDS: Final = 1.0
+_TextSide = tuple[Tokenizer, TemplateSettings]
 
 
 def run_server(
@@ -149,15 +150,17 @@ class ServerRun:
         engine = resolve(self._config.engine, checkpoint.arch.max_position_embeddings)
         config = replace(self._config, engine=engine)
         self._state.config = config
-        tokenizer_task = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, checkpoint, model.tokenizer))
+        text_task = asyncio.ensure_future(asyncio.to_thread(_load_text_side, checkpoint, config))
         engine_task = asyncio.ensure_future(
             start_engine(self._process, engine, checkpoint, ready_timeout=self._environment.engine_ready_timeout)
         )
-        tokenizer = await _both(tokenizer_task, engine_task)
+        tokenizer, settings = await _both(text_task, engine_task)
         self._handle = engine_task.result()
-        await self._open(checkpoint, tokenizer, config)
+        await self._open(checkpoint, tokenizer, config, settings=settings)
 
-    async def _open(self, checkpoint: Checkpoint, tokenizer: Tokenizer, config: ServeConfig) -> None:
+    async def _open(
+        self, checkpoint: Checkpoint, tokenizer: Tokenizer, config: ServeConfig, *, settings: TemplateSettings
+    ) -> None:
         assert self._handle is not None, "the engine has started"
         ready = self._handle.ready
         llm = AsyncLLM(self._handle.core_client, tokenizer, checkpoint=checkpoint, config=config, ready=ready)
@@ -165,7 +168,7 @@ class ServerRun:
         renderer = ChatRenderer(
             tokenizer,
             max_model_len=ready.max_model_len,
-            settings=template_settings(config.server, tokenizer),
+            settings=settings,
             num_workers=config.server.renderer_num_workers,
         )
         await renderer.warm_up()
@@ -200,7 +203,8 @@ class ServerRun:
         via = f"--unix-socket {server.uds} http://localhost" if server.uds is not None else address
         key = " -H 'Authorization: Bearer KEY'" if server.api_key else ""
         name = self._state.model_names[0]
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+        messages = '"messages": [{"role": "user", "content": "Hello!"}]'
+        body = f'{{"model": "{name}", {messages}, "max_tokens": 64, "temperature": 0}}'
         log.info("model %s: dtype=%s device=%s max_model_len=%d", name, ready.dtype, ready.device, ready.max_model_len)
         log.info(
             "kv cache: %s tokens, room for %.1f requests of %d tokens at once",
@@ -239,7 +243,7 @@ class ServerRun:
         self._state.phase = Phase.DRAINING
         self._handle.expect_end()
         llm.begin_drain()
-        log.info("drain started: requests=%d limit=%.0f s", llm.num_unfinished, seconds)
+        log.info("drain started: requests=%d limit=%.0f s; a second signal stops at once", llm.num_unfinished, seconds)
         started = asyncio.get_running_loop().time()
         if not await self._drained_in_time(llm, seconds):
             log.warning("requests cut off: %d", llm.num_unfinished)
@@ -285,16 +289,22 @@ class ServerRun:
             services.renderer.close()
 
 
-async def _both(tokenizer: asyncio.Future[Tokenizer], engine: asyncio.Future[EngineHandle]) -> Tokenizer:
+async def _both(text_side: asyncio.Future[_TextSide], engine: asyncio.Future[EngineHandle]) -> _TextSide:
     """Wait for both; the first failure ends the other."""
     try:
-        await asyncio.wait((tokenizer, engine), return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait((text_side, engine), return_when=asyncio.FIRST_EXCEPTION)
         if engine.done():
             engine.result()
-        return tokenizer.result()
+        return text_side.result()
     finally:
         engine.cancel()
-        tokenizer.cancel()
+        text_side.cancel()
+
+
+def _load_text_side(checkpoint: Checkpoint, config: ServeConfig) -> _TextSide:
+    """Give the tokenizer and the choices about templates; a template that is not there is found out here."""
+    tokenizer = load_tokenizer(checkpoint, config.engine.model.tokenizer)
+    return tokenizer, template_settings(config.server, tokenizer)
 
 
 def template_settings(server: ServerConfig, tokenizer: Tokenizer) -> TemplateSettings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -12,6 +11,10 @@ from tokenizers import Tokenizer as Backend
 REPLACEMENT_CHAR: Final = "\ufffd"
 _METASPACE: Final = "\u2581"
 _UTF8_MAX_BYTES: Final = 4
+# Lead bytes after which not every continuation byte may follow: the others would be overlong, a surrogate, or beyond
+# U+10FFFF (table 3-7 of the Unicode standard).
+_SECOND_BYTES: Final = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x90, 0xBF), 0xF4: (0x80, 0x8F)}
+_ANY_CONTINUATION: Final = (0x80, 0xBF)
 _MAX_PRIMING_TOKENS: Final = 16
 _MAX_PENDING_TOKENS: Final = 8
 
@@ -111,18 +114,66 @@ def _classify(backend: Backend) -> tuple[Callable[[str], bytes] | None, bool]:
     return None, False
 
 
+class Utf8Stream:
+    """Text of bytes that come in pieces; all pieces together give what one decode of the joined bytes gives.
+
+    Holds back only bytes that can still become a character. Bytes that cannot give their U+FFFD at once; Python's
+    own incremental decoder keeps the beginning of a surrogate, which no further byte completes.
+    """
+
+    def __init__(self) -> None:
+        self._open_bytes = b""
+
+    @property
+    def has_open_bytes(self) -> bool:
+        """Tell whether the bytes so far end inside a character."""
+        return bool(self._open_bytes)
+
+    def decode(self, piece: bytes) -> str:
+        """Add bytes and return the text that became certain."""
+        raw = self._open_bytes + piece
+        end = len(raw) - _num_open_bytes(raw)
+        self._open_bytes = raw[end:]
+        return raw[:end].decode("utf-8", errors="replace")
+
+
+def _num_open_bytes(raw: bytes) -> int:
+    """Count the bytes at the end that are the beginning of a character."""
+    for count in range(1, min(len(raw), _UTF8_MAX_BYTES - 1) + 1):
+        lead = raw[-count]
+        if 0x80 <= lead <= 0xBF:
+            continue
+        if count >= _num_character_bytes(lead):
+            return 0
+        low, high = _SECOND_BYTES.get(lead, _ANY_CONTINUATION)
+        return count if count == 1 or low <= raw[1 - count] <= high else 0
+    return 0
+
+
+def _num_character_bytes(lead: int) -> int:
+    """Give the length of a character from its first byte; 0 for a byte that begins none."""
+    if lead < 0x80:
+        return 1
+    if 0xC2 <= lead <= 0xDF:
+        return 2
+    if 0xE0 <= lead <= 0xEF:
+        return 3
+    return 4 if 0xF0 <= lead <= 0xF4 else 0
+
+
 class ByteDecodeStream:
     """Decode stream over token bytes: constant time a token, whatever the length.
 
-    Bytes are held until they make a whole character. A sequence that can no longer become one gives one U+FFFD,
-    as in a decode of the whole text. What never completes is not given. The prompt decides only two things: the
-    bytes of a character that it leaves open, and whether the output is the start of the text.
+    Bytes are held until they make a whole character. As soon as they cannot any more, they give the U+FFFD that a
+    decode of the whole text gives for them. A character that is still open at the end is not given. The prompt
+    decides only two things: the bytes of a character that it leaves open, and whether the output is the start of
+    the text.
     """
 
     def __init__(self, table: TokenBytes, prompt_token_ids: Sequence[int], skip_ids: frozenset[int]) -> None:
         self._table = table
         self._skip_ids = skip_ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = Utf8Stream()
         self._strip_first_space = table.strips_first_space and all(
             i in skip_ids or not table[i] for i in prompt_token_ids
         )
@@ -136,7 +187,7 @@ class ByteDecodeStream:
             if len(tail) >= _UTF8_MAX_BYTES:
                 break
         self._utf8.decode(tail)
-        return bool(self._utf8.getstate()[0])
+        return self._utf8.has_open_bytes
 
     def step(self, token_id: int) -> str | None:
         """Add one token and return the text that became certain, None when there is none yet."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import threading
@@ -42,6 +44,17 @@ def test_p1_start_log_tells_what_a_person_wants_to_know(server: Server) -> None:
     assert "cpu" in log
     assert str(server.port) in log
     assert re.search(r"\d[\d,]{3,} tokens|tokens=\d{4,}", log)
+
+
+def test_the_request_that_the_start_log_suggests_works(server: Server) -> None:
+    (line,) = [line for line in server.log().splitlines() if " try: curl " in line]
+    words = shlex.split(line.partition(" try: ")[2])
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["temperature"] == 0
+    response = server.client.post(words[1], json=body)
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"]
+    assert response.json()["usage"]["completion_tokens"] <= body["max_tokens"]
 
 
 def test_only_the_http_port_listens(server: Server) -> None:
@@ -151,6 +164,7 @@ def test_p11_sigterm_refuses_new_work_and_a_second_signal_stops_at_once(built_in
         error = expect_refusal(post(server, "/v1/completions", {"prompt": "x"}), 503)
         assert error["code"] == "draining"
         assert alive(tree) == tree
+        assert "a second signal stops at once" in server.log()
         server.terminate()
         server.wait_exit(GONE_LIMIT_S)
         thread.join(5)

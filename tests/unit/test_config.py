@@ -24,6 +24,12 @@ def test_open_settings_are_filled_from_the_models_context() -> None:
     assert resolved.scheduler.long_prefill_token_threshold == 384
 
 
+def test_more_running_requests_than_a_default_step_holds_make_the_step_larger() -> None:
+    assert resolve(engine(max_num_seqs=600), 4096).scheduler.max_num_batched_tokens == 600
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 512 is below --max-num-seqs 600"):
+        resolve(engine(max_num_seqs=600, max_num_batched_tokens=512), 4096)
+
+
 def test_one_prompt_may_take_the_whole_step_when_asked_or_when_it_cannot_be_cut() -> None:
     for settings in ({"long_prefill_token_threshold": 0}, {"enable_chunked_prefill": False}):
         assert resolve(engine(**settings), 4096).scheduler.long_prefill_token_threshold == 0  # type: ignore[arg-type]

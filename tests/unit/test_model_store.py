@@ -95,16 +95,46 @@ def test_local_folder_and_file_are_themselves(tmp_path: Path, env: Environment) 
     assert resolve_model(str(tmp_path / "m.gguf"), None, env) == tmp_path / "m.gguf"
 
 
-@pytest.mark.parametrize("name", ["./absent", "/absent/model", "absent.gguf", "no-such-model", "a/b/c", "~/absent"])
-def test_missing_path_fails_at_once_with_one_line(env: Environment, name: str) -> None:
+PATH_LIKE = [
+    "./absent",
+    "/absent/model",
+    "absent.gguf",
+    "a/b.gguf",
+    "a/b.SAFETENSORS",
+    "a/b/c",
+    "~/absent",
+    "~nobody/x",
+]
+
+
+@pytest.mark.parametrize("name", PATH_LIKE)
+def test_missing_path_fails_at_once_and_says_only_that(env: Environment, name: str) -> None:
     begin = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         resolve_model(name, None, env)
     assert time.monotonic() - begin < 0.2
     assert caught.value.exit_code == ExitCode.MODEL
+    assert str(caught.value) == f"model {name!r}: there is no such file or folder"
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "a" * 5000, "a\0b", "owner/na me", "owner/"])
+def test_unknown_name_fails_at_once_and_tells_what_there_is(env: Environment, name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"smollm2-135m-instruct.*owner/name") as caught:
+        resolve_model(name, None, env)
+    assert time.monotonic() - begin < 0.2
+    assert caught.value.exit_code == ExitCode.MODEL
     assert repr(name) in str(caught.value)
-    assert "smollm2-135m-instruct" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_revision_of_anything_but_a_hub_id_is_refused(tmp_path: Path, env: Environment) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"")
+    for name in (str(tmp_path), str(tmp_path / "m.gguf"), "smollm2-135m-instruct", "SmolLM2-135M-Instruct"):
+        with pytest.raises(ConfigError, match="--revision abc is not possible: it applies to hub ids only") as caught:
+            resolve_model(name, "abc", env)
+        assert caught.value.exit_code == ExitCode.CONFIG
+        assert repr(name) in str(caught.value)
 
 
 def test_hub_id_that_is_not_cached_is_refused_offline(env: Environment) -> None:

@@ -12,6 +12,14 @@ from tests.source_tree import PACKAGE, functions, table
 ROWS = [(row[0], entry) for row in table("request_path.md", "Phase") for entry in row[2].split("`, `")]
 
 
+JOINTS = [entry for row in table("request_path.md", "Between") for entry in row[2].split("`, `")]
+
+
+def symbols(tree: ast.Module) -> set[str]:
+    """Give the classes of a file and its functions and methods, with qualified names."""
+    return {name for name, _ in functions(tree)} | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def phase_numbers(docstring: str) -> set[int]:
     """Give the phases that the first paragraph of a module docstring names, if it opens with one."""
     opening = docstring.split("\n\n")[0]
@@ -34,10 +42,14 @@ def test_the_map_has_all_eleven_phases_in_order() -> None:
 def test_symbol_of_the_map_exists_in_a_file_that_names_its_phase(phase: str, entry: str) -> None:
     file, symbol = entry.strip("`").split(": ")
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    names = {name for name, _ in functions(tree)} | classes
-    assert symbol in names
+    assert symbol in symbols(tree)
     assert int(phase.split()[0]) in phase_numbers(ast.get_docstring(tree) or "")
+
+
+@pytest.mark.parametrize("entry", JOINTS)
+def test_symbol_between_the_phases_exists(entry: str) -> None:
+    file, symbol = entry.strip("`").split(": ")
+    assert symbol in symbols(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
 
 
 def test_phases_are_read_from_an_opening_line() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 
 from serve.engine.outputs import Logprob, PositionLogprobs
+from serve.renderers.decode_stream import Utf8Stream
 
 Json = object
 FLOOR = -9999.0
@@ -44,9 +44,7 @@ class CompletionLogprobs:
 
     as_ids: bool
     offset: int = 0
-    _decoder: codecs.IncrementalDecoder = dataclasses.field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
+    _decoder: Utf8Stream = dataclasses.field(default_factory=Utf8Stream)
 
     def block(
         self, positions: list[PositionLogprobs | None], token_ids: list[int], first: bytes = b""

@@ -15,6 +15,7 @@ import pytest
 from serve.config import ServeConfig, groups
 from serve.entrypoints.cli import main
 from serve.entrypoints.flags import (
+    FOREIGN_FLAGS,
     build_parser,
     config_from_flags,
     flag_name,
@@ -95,6 +96,12 @@ def test_flags_set_their_setting_and_nothing_else(argv: list[str], path: str, va
     [
         (["--max-modl-len", "3"], ["--max-modl-len", "did you mean --max-model-len"]),
         (["--nonsense"], ["--nonsense", "--help"]),
+        (["--tensor-parallel-size", "2"], ["unknown flag --tensor-parallel-size", "one replica on one machine"]),
+        (["m", "--data_parallel_size=2"], ["unknown flag --data-parallel-size", "one replica on one machine"]),
+        (["--trust-remote-code"], ["unknown flag --trust-remote-code", "never run"]),
+        (["--quantization", "awq"], ["unknown flag --quantization", ".gguf"]),
+        (["--tool-call-parser", "hermes"], ["unknown flag --tool-call-parser", "tool calls"]),
+        (["--device", "cpu"], ["unknown flag --device", "CPU"]),
         (["--max-model-len", "3x"], ["--max-model-len", "3x", "8k"]),
         (["--max-model-len", "1.5"], ["--max-model-len", "1.5"]),
         (["--kv-cache-memory", "2XB"], ["--kv-cache-memory-bytes", "GiB"]),
@@ -145,7 +152,29 @@ def test_version_and_help_end_with_0(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    assert "serve pull MODEL" in capsys.readouterr().out
+    assert "serve pull [--revision REVISION] MODEL" in capsys.readouterr().out
+
+
+def test_help_shows_defaults_as_they_are_typed_and_the_environment() -> None:
+    text = " ".join(build_parser().format_help().split())
+    for shown in (
+        "CORS methods (default: *)",
+        "reuse blocks of equal prefixes (default: on)",
+        "accept chat_template in requests (default: off)",
+        "share of blocks kept free when admitting (default: 0.0)",
+        "default: 512 on the CPU",
+        "default: 128 on the CPU, at most --max-num-batched-tokens",
+    ):
+        assert shown in text
+    for name in ("SERVE_CACHE_DIR", "SERVE_API_KEY", "SERVE_ENGINE_READY_TIMEOUT", "HF_HUB_OFFLINE", "NO_COLOR"):
+        assert name in text
+    assert "True" not in text
+    assert "('" not in text
+
+
+def test_hints_are_for_flags_that_do_not_exist() -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings}
+    assert not known & FOREIGN_FLAGS.keys()
 
 
 def test_arguments_are_checked_without_loading_anything_slow() -> None:

@@ -194,6 +194,17 @@ def test_logprobs_line_up_with_the_text_also_when_a_character_is_split() -> None
     assert block["token_logprobs"] == [-1.0, -1.0, -1.0, -2.0]
 
 
+def test_logprobs_line_up_with_the_text_also_when_bytes_can_never_become_a_character() -> None:
+    positions = [{1: logprob(b"\xed")}, {2: logprob(b"\xa0")}]
+
+    def script(params):
+        return [hand_over("\ufffd\ufffd", [1, 2], finish=LENGTH, logprobs=positions)]
+
+    reply, _ = post({"prompt": "a", "logprobs": 1}, script)
+    block = reply.json["choices"][0]["logprobs"]
+    assert block["tokens"] == ["", "\ufffd\ufffd"]
+
+
 def test_streamed_offsets_go_on_from_chunk_to_chunk_and_from_the_echoed_prompt() -> None:
     def script(params):
         first = hand_over("cd", [99, 100], logprobs=[{99: logprob(b"c")}, {100: logprob(b"d")}])

@@ -23,6 +23,7 @@ from tests.waiting import async_wait_until
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 OPEN = ("/live", "/health", "/ready", "/ping", "/version")
+ERROR_SCHEMA = "#/components/schemas/ErrorBody"
 CLOSED = ("/v1/models", "/load", "/openapi.json", "/docs", "/v1/nothing", "/nothing", "//health", "/health/", "/Health")
 
 
@@ -467,6 +468,43 @@ def test_description_lists_the_fields_of_the_bodies() -> None:
         assert {"messages", "temperature", "stop_token_ids"} <= set(body["properties"])
         hidden = make_app(disable_fastapi_docs=True)
         assert (await hidden.get("/openapi.json")).status == 404
+
+    run(work())
+
+
+def test_description_declares_what_each_route_answers() -> None:
+    async def work() -> None:
+        described = (await make_app(dev_mode=True).get("/openapi.json")).json
+        error = described["components"]["schemas"]["ErrorObject"]
+        assert set(error["required"]) == {"message", "type", "param", "code"}
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                assert operation["summary"]
+                answers = operation["responses"]
+                assert "200" in answers
+                assert "422" not in answers
+                refusals = [answer["content"] for status, answer in answers.items() if status != "200"]
+                assert all(r["application/json"]["schema"] == {"$ref": ERROR_SCHEMA} for r in refusals)
+        for path in (CHAT, "/v1/completions"):
+            answers = described["paths"][path]["post"]["responses"]
+            assert {"400", "401", "404", "413", "429", "500", "503"} <= answers.keys()
+            assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+        for path in ("/health", "/ready"):
+            answers = described["paths"][path]["get"]["responses"]
+            assert "content" not in answers["200"]
+            assert "503" in answers
+        assert set(described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+        (parameter,) = described["paths"]["/v1/models/{model_id}"]["get"]["parameters"]
+        assert (parameter["name"], parameter["in"], parameter["required"]) == ("model_id", "path", True)
+
+    run(work())
+
+
+def test_unknown_path_points_to_the_docs_only_where_there_are_some() -> None:
+    async def work() -> None:
+        assert "see /docs" in (await make_app().get("/nothing")).error["message"]
+        hidden = (await make_app(disable_fastapi_docs=True).get("/nothing")).error
+        assert (hidden["message"], hidden["code"]) == ("there is nothing at this path", 404)
 
     run(work())
 

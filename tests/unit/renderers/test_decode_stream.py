@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from serve.renderers.backend import TokenizerParts
-from serve.renderers.decode_stream import WindowDecodeStream, byte_fallback_bytes, byte_level_bytes
+from serve.renderers.decode_stream import Utf8Stream, WindowDecodeStream, byte_fallback_bytes, byte_level_bytes
 from serve.renderers.tokenizer import FastTokenizer
 from tests.unit.renderers.samples import varied_texts
 
@@ -75,10 +76,44 @@ def test_byte_table_is_the_librarys() -> None:
         assert byte_level_bytes(spelled) == text.encode()
 
 
+# Both ends of every range of table 3-7 of the Unicode standard, and the bytes just outside.
+EDGE_BYTES = bytes.fromhex("00 7f 80 8f 90 9f a0 bf c0 c1 c2 df e0 e1 ec ed ee ef f0 f1 f3 f4 f5 ff")
+CONTINUATIONS = [bytes(s) for n in range(4) for s in itertools.product((0x80, 0x90, 0xA0), repeat=n)]
+
+
+def certain_text(raw: bytes) -> str:
+    """Reference: the text that all ways to go on have in common, decoded at once."""
+    texts = [(raw + more).decode("utf-8", errors="replace") for more in CONTINUATIONS]
+    same = itertools.takewhile(lambda chars: len(set(chars)) == 1, zip(*texts, strict=False))
+    return "".join(chars[0] for chars in same)
+
+
+def test_text_is_given_as_soon_as_it_is_certain() -> None:
+    for length in (1, 2, 3):
+        for raw in map(bytes, itertools.product(EDGE_BYTES, repeat=length)):
+            stream = Utf8Stream()
+            assert "".join(stream.decode(bytes([b])) for b in raw) == certain_text(raw), raw.hex(" ")
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(st.lists(st.sampled_from(EDGE_BYTES), max_size=5).map(bytes), max_size=8))
+def test_pieces_give_the_text_of_the_joined_bytes_up_to_an_open_tail(pieces: list[bytes]) -> None:
+    stream = Utf8Stream()
+    text = "".join(map(stream.decode, pieces))
+    at_once = b"".join(pieces).decode("utf-8", errors="replace")
+    assert at_once == text + ("\ufffd" if stream.has_open_bytes else "")
+
+
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
         (b"\xff", "\ufffd"),
+        (b"\xed\xa0", "\ufffd\ufffd"),
+        (b"\xed\xa0\x80A", "\ufffd\ufffd\ufffdA"),
+        (b"\xe0\x9f", "\ufffd\ufffd"),
+        (b"\xf0\x8f", "\ufffd\ufffd"),
+        (b"\xf4\x90", "\ufffd\ufffd"),
+        (b"\xc0\xc1\xf5", "\ufffd\ufffd\ufffd"),
         (b"\xffA", "\ufffdA"),
         (b"\xe2\x82A", "\ufffdA"),
         (b"\xe2\x82\xac", "\u20ac"),
@@ -86,7 +121,7 @@ def test_byte_table_is_the_librarys() -> None:
         (b"\xc3\xc3\xa9", "\ufffd\u00e9"),
     ],
 )
-def test_bytes_that_cannot_be_valid_give_one_replacement_each(bpe: FastTokenizer, raw: bytes, expected: str) -> None:
+def test_bytes_that_cannot_be_valid_are_replaced_at_once(bpe: FastTokenizer, raw: bytes, expected: str) -> None:
     ids = [bpe.token_to_id(bpe_char(b)) for b in raw]
     assert streamed(bpe, [5], [i for i in ids if i is not None]) == expected
 
