@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.kernels.attention import AttentionMetadata, KVCache, select_backend
+from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
     CachedRequestData,
@@ -20,7 +21,7 @@ from serve.wire.step import (
     SchedulerOutput,
 )
 from serve.worker.logits_processors import LogitsProcessor, ProcessorChain
-from serve.worker.model_runner import Model, ModelRunner, RunnerLimits
+from serve.worker.model_runner import ModelRunner, RunnerLimits
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -157,7 +158,7 @@ class StepDriver:
             for _ in range(model.num_layers)
         ]
         limits = RunnerLimits(max_num_seqs, 512, max_model_len, BLOCK_SIZE, vocab_size)
-        runner_model: Model = model
+        runner_model: CausalLM = model
         self.runner = ModelRunner(
             runner_model,
             kv_caches,

@@ -55,7 +55,6 @@ class LlamaModel:
     def __init__(
         self, arch: ModelArch, *, embedding: Embedding, layers: list[DecoderLayer], norm: RMSNorm, head: OutputHead
     ) -> None:
-        self.vocab_size = arch.vocab_size
         self.num_layers = arch.num_layers
         self.num_kv_heads = arch.num_kv_heads
         self.head_size = arch.head_size

@@ -28,7 +28,6 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 class CausalLM(Protocol):
     """A model that a builder gives: what the runner calls, and the shape of the caches to call it with."""
 
-    vocab_size: int
     num_layers: int
     num_kv_heads: int
     head_size: int
@@ -39,7 +38,7 @@ class CausalLM(Protocol):
         """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches."""
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Score the vocabulary for rows of hidden states: float32 [n, vocab_size]."""
+        """Score the vocabulary for rows of hidden states: float32 [n, vocab_size] in new memory."""
 
 
 Builder = Callable[[ModelArch, ParameterLoader, int], CausalLM]

@@ -8,14 +8,14 @@ step are always in the persistent arrays when the next step reads them: the sche
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve.kernels.attention import AttentionMetadata, KVCache
+from serve.kernels.attention import KVCache
+from serve.models.registry import CausalLM
 from serve.wire.frontend import LogprobsLists
 from serve.wire.step import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from serve.worker.block_tables import BlockTables
@@ -24,18 +24,6 @@ from serve.worker.logits_processors import ProcessorChain, ProcessorRequest
 from serve.worker.request_states import RequestStates
 from serve.worker.sample.logprobs import PromptLogprobs, gather_logprobs, rows_at_once, to_values
 from serve.worker.sampler import FAILED, Sampler, SamplerOutput, SamplingBatch, build_sampling_batch
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
-    ) -> Tensor:
-        """Give hidden_states [num_tokens, hidden_size] of packed tokens; writes their keys and values."""
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Give float32 logits [n, vocab_size] in new memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: CausalLM,
         kv_caches: list[KVCache],
         limits: RunnerLimits,
         *,

@@ -13,7 +13,7 @@ from serve.config import AUTO_MAX_MODEL_LEN, EngineConfig
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import select_backend
-from serve.models.registry import DTYPES, compute_dtype, load_model
+from serve.models.registry import DTYPES, CausalLM, compute_dtype, load_model
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
     CachedRequestData,
@@ -26,7 +26,7 @@ from serve.wire.step import (
 )
 from serve.worker.host import free_memory_bytes, processor_name, usable_cpus
 from serve.worker.logits_processors import ProcessorChain, load_processors
-from serve.worker.model_runner import Model, ModelRunner, RunnerLimits
+from serve.worker.model_runner import ModelRunner, RunnerLimits
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ _WARM_UP_ID: Final = "warm-up"
 _WARM_UP_TOKENS: Final = 32
 _MIB: Final = 1 << 20
 
-ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], Model]
+ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], CausalLM]
 
 
 def load_registered_model(
     checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> Model:
+) -> CausalLM:
     """Build the checkpoint's architecture from the table of models and fill it."""
     return load_model(checkpoint, config.model, dtype=dtype, device=device)
 
@@ -60,7 +60,7 @@ class Worker:
         self._kv_dtype = self._dtype if cache_dtype == "auto" else DTYPES[cache_dtype]
         self._processors = ProcessorChain(load_processors(config.model.logits_processors))
         self._num_threads = 1
-        self._model: Model | None = None
+        self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self.dtype_name = str(self._dtype).removeprefix("torch.")
 

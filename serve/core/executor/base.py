@@ -76,8 +76,5 @@ class Executor(Protocol):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         """Start the sampling of the step executed last."""
 
-    def check_health(self) -> None:
-        """Raise RuntimeError when a worker is gone."""
-
     def shutdown(self) -> None:
         """Stop the workers; a step that runs is waited for."""

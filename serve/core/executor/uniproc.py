@@ -56,9 +56,6 @@ class UniprocExecutor:
         """Start the sampling of the step executed last."""
         return self._thread.submit(self._started().sample_tokens, grammar_output)
 
-    def check_health(self) -> None:
-        """Do nothing: the worker lives as long as this process."""
-
     def shutdown(self) -> None:
         """Stop the worker; a step that runs is waited for."""
         if self._worker is not None:

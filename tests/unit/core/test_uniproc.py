@@ -99,5 +99,4 @@ def test_a_failure_of_the_worker_is_raised_by_the_future() -> None:
 def test_async_scheduling_allows_two_steps_in_flight(is_async: bool, expected: int) -> None:
     executor = make_executor(async_scheduling=is_async)
     assert executor.max_concurrent_batches == expected
-    executor.check_health()
     executor.shutdown()

@@ -10,9 +10,9 @@ import torch
 from serve.checkpoint import Checkpoint, ModelArch
 from serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, resolve
 from serve.errors import ConfigError
+from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
 from serve.wire.step import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
-from serve.worker.model_runner import Model
 from serve.worker.worker import CPU_KV_CACHE_BYTES, Worker, activation_bytes
 from tests.fakes_worker import TinyAttentionModel
 
@@ -36,7 +36,7 @@ CHECKPOINT = Checkpoint(name="tiny", root="", format="safetensors", weight_files
 PAGE_BYTES = 16 * 2 * (16 + 16) * 4
 
 
-def load_tiny(_c: Checkpoint, _e: EngineConfig, dtype: torch.dtype, _d: torch.device) -> Model:
+def load_tiny(_c: Checkpoint, _e: EngineConfig, dtype: torch.dtype, _d: torch.device) -> CausalLM:
     assert dtype is torch.float32
     torch.set_num_threads(1)
     return TINY

@@ -13,9 +13,9 @@ from serve.checkpoint import Checkpoint, ModelArch
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig, resolve
 from serve.core.engine_core import EngineCore
 from serve.core.executor.uniproc import UniprocExecutor
+from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import EngineCoreOutput, EngineCoreRequest
-from serve.worker.model_runner import Model
 from serve.worker.worker import Worker
 from tests.fakes_worker import TinyAttentionModel
 
@@ -43,7 +43,7 @@ CHECKPOINT = Checkpoint(
 )
 
 
-def load_tiny(_c: Checkpoint, _e: EngineConfig, _t: torch.dtype, _d: torch.device) -> Model:
+def load_tiny(_c: Checkpoint, _e: EngineConfig, _t: torch.dtype, _d: torch.device) -> CausalLM:
     # Comes after the worker chose its threads: for matrices this small, waiting for a second thread is all cost.
     torch.set_num_threads(1)
     return MODEL
