@@ -160,15 +160,23 @@ class Server:
 
     def metric(self, tail: str) -> float:
         """Give one value by the tail of its name, without the prefix."""
-        found = self.metrics()
-        matching = [v for name, v in found.items() if re.fullmatch(rf"[a-z]+:{tail}", name)]
-        assert len(matching) == 1, f"{tail}: {sorted(found)}"
-        return matching[0]
+        return _by_tail(self.metrics(), tail)
 
     def wait_idle(self, limit_s: float = 10.0) -> None:
-        """Return when no request runs or waits and no cache block is held."""
+        """Return when, in one scrape, no request runs or waits and no cache block is held."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        wait_until(lambda: all(self.metric(n) == 0 for n in names), limit_s, "the engine is idle")
+
+        def is_idle() -> bool:
+            found = self.metrics()
+            return all(_by_tail(found, name) == 0 for name in names)
+
+        wait_until(is_idle, limit_s, "the engine is idle")
+
+
+def _by_tail(found: dict[str, float], tail: str) -> float:
+    matching = [value for name, value in found.items() if re.fullmatch(rf"[a-z]+:{tail}", name)]
+    assert len(matching) == 1, f"{tail}: {sorted(found)}"
+    return matching[0]
 
 
 @contextmanager
