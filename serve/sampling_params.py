@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -31,6 +31,45 @@ class OutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the text of an answer must be; the engine core compiles it to a grammar.
+
+    spec is a JSON schema as JSON text, a regular expression, a JSON list of strings (choice), a grammar in Lark, EBNF
+    or GBNF, or a structural tag as JSON text; empty for json_object. Equal values share one compiled grammar.
+    """
+
+    kind: ConstraintKind
+    spec: str = ""
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+class ReasoningBounds(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the thinking of an answer ends; a constraint binds only after it.
+
+    end_text is the mark that ends it, end_token_ids the ids to force when max_tokens (the thinking budget, None for
+    no limit) is used up. With start_token_id the answer may also begin without thinking: it thinks when that token
+    comes first. Without it the answer begins inside the thinking.
+    """
+
+    end_text: str
+    end_token_ids: tuple[int, ...]
+    start_token_id: int | None = None
+    max_tokens: int | None = None
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Stop an answer that loops: a pattern of min_size to max_size tokens that ends it min_count times in a row."""
+
+    min_size: int
+    max_size: int
+    min_count: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampling settings of one request, complete and checked; the engine core trusts them.
 
@@ -38,6 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     besides the sampled token, -1 = whole vocabulary. stop_token_ids holds the request's and the model's secondary
     end ids; eos_token_id is the primary one (None with ignore_eos). all_stop_token_ids is what min_tokens masks.
     bad_words_token_ids are the tokenized bad_words. max_tokens is resolved against the context before the wire.
+    visible_token_ids are special tokens whose text is kept although skip_special_tokens is set: the marks that a
+    parser of tool calls or reasoning looks for. logprob_token_ids replace the top k: exactly their values are given.
     """
 
     n: int = 1
@@ -69,6 +110,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     all_stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     extra_args: dict[str, str | int | float | list[str | int | float]] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    reasoning: ReasoningBounds | None = None
+    visible_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] | None = None
+    repetition_detection: RepetitionDetection | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
+from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
@@ -47,7 +48,9 @@ class Message(msgspec.Struct, array_like=True, gc=False):
 class EngineCoreRequest(Message):
     """One engine request (n == 1): phase 3 sends it, phase 4 decodes it.
 
-    request_id is the internal id (client id plus random suffix). arrival_time is wall-clock seconds.
+    request_id is the internal id (client id plus random suffix). arrival_time is wall-clock seconds. With
+    pooling_params the request wants a pooled result instead of tokens. prompt_embeds [num_prompt_tokens, hidden_size]
+    float32 stands in the place of the embeddings of prompt_token_ids, which are then all 0.
     """
 
     request_id: str
@@ -58,6 +61,8 @@ class EngineCoreRequest(Message):
     client_index: int = 0
     priority: int = 0
     external_req_id: str | None = None
+    pooling_params: PoolingParams | None = None
+    prompt_embeds: np.ndarray | None = None
 
 
 class EventType(enum.IntEnum):
@@ -99,7 +104,8 @@ class EngineCoreOutput(Message):
     """What one step produced for one request; finished iff finish_reason is set.
 
     stop_reason is the stop token id when a secondary stop id ended it. error is the cause word plus text for
-    finish_reason ERROR. new_prompt_logprobs holds prompt_len - 1 rows (position 0 has none), sent once.
+    finish_reason ERROR. new_prompt_logprobs holds prompt_len - 1 rows (position 0 has none), sent once. pooling_output
+    is the result of a request with pooling_params: float32, [size] or [num_tokens, size].
     """
 
     request_id: str
@@ -111,6 +117,7 @@ class EngineCoreOutput(Message):
     events: list[EngineCoreEvent] | None = None
     prefill_stats: PrefillStats | None = None
     error: str | None = None
+    pooling_output: np.ndarray | None = None
 
 
 class SchedulerStats(Message):
@@ -176,7 +183,19 @@ class CheckIntegrity(Message, tag="check_integrity"):
     """Check the block pool's invariants; result True, or a failure message with the broken numbers."""
 
 
-Control = PauseScheduler | ResumeScheduler | IsPaused | ResetPrefixCache | CheckIntegrity
+class SetVocabulary(Message, tag="set_vocabulary"):
+    """Tell the engine core the bytes of every token; sent once, before the first request that needs them.
+
+    Grammars work on text, and the core has no tokenizer. special_token_ids never match text; eos_token_ids end an
+    answer.
+    """
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_ids: list[int]
+
+
+Control = PauseScheduler | ResumeScheduler | IsPaused | ResetPrefixCache | CheckIntegrity | SetVocabulary
 
 
 class ControlCall(Message):

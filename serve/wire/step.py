@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import LogprobsLists, Message
 
@@ -43,6 +44,8 @@ class NewRequestData(Message):
     sampling_params: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
+    pooling_params: PoolingParams | None = None
+    prompt_embeds: np.ndarray | None = None
 
 
 class CachedRequestData(Message):
@@ -88,7 +91,8 @@ class ModelRunnerOutput(Message):
     sampled_token_ids[i] is empty for a request whose prefill did not finish in this step. logprobs holds one table
     per request that asked for them, one row per sampled token. prompt_logprobs holds complete tables of requests
     whose prefill finished in this step. errors maps a failed request to its cause text, for example
-    "nan_logits: ...".
+    "nan_logits: ...". pooler_outputs holds the result of each request with pooling_params whose prompt is complete:
+    such a request samples no token.
     """
 
     req_ids: list[str]
@@ -96,3 +100,4 @@ class ModelRunnerOutput(Message):
     logprobs: dict[str, LogprobsLists] = {}
     prompt_logprobs: dict[str, LogprobsLists] = {}
     errors: dict[str, str] = {}
+    pooler_outputs: dict[str, np.ndarray] = {}
