@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from serve.entrypoints.llm import LLM as LLM
     from serve.sampling_params import SamplingParams as SamplingParams
+    from serve.sampling_params import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Give LLM or SamplingParams, whose modules are loaded only then: `import serve` itself costs nothing."""
+    """Give what a program uses; its module is loaded only then, so that `import serve` itself costs nothing."""
     if name == "LLM":
         from serve.entrypoints.llm import LLM
 
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> object:
         from serve.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from serve.sampling_params import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'serve' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -45,6 +45,7 @@ ENVIRONMENT_HELP: Final = (
     ("NO_COLOR", "", "any value: no color in logs"),
 )
 
+_T = TypeVar("_T")
 _METRIC_NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 
 
@@ -177,7 +178,10 @@ class ServerConfig:
     port: int = flag(8000, "port to listen on")
     uds: str | None = flag(None, "unix socket path to listen on instead of host and port")
     api_key: tuple[str, ...] = flag(
-        (), "key(s) that requests must carry (better: environment SERVE_API_KEY)", kind="secret"
+        (),
+        "key(s) that requests must carry, as Authorization: Bearer KEY or x-api-key: KEY, for /docs too "
+        "(better: environment SERVE_API_KEY)",
+        kind="secret",
     )
     allow_unauthenticated: bool = flag(False, "listen on a non-loopback address without a key")
     metrics_need_key: bool = flag(False, "ask for the key on /metrics too")
@@ -436,6 +440,19 @@ def groups() -> tuple[tuple[str, type], ...]:
         ("server", ServerConfig),
         ("limits of a request", RequestLimits),
     )
+
+
+class GroupFiller(Protocol):
+    """Builds one of the groups, with what was chosen for it."""
+
+    def __call__(self, group: type[_T], /) -> _T:
+        """Give the group."""
+
+
+def assemble(fill: GroupFiller) -> ServeConfig:
+    """Build the settings out of groups that fill makes."""
+    engine = EngineConfig(model=fill(ModelConfig), cache=fill(CacheConfig), scheduler=fill(SchedulerConfig))
+    return ServeConfig(engine=engine, server=fill(ServerConfig), limits=fill(RequestLimits))
 
 
 def field_names(group: type) -> tuple[str, ...]:

@@ -57,11 +57,6 @@ class NotFound(ServeError):
         self.code = code
 
 
-def shown(value: object) -> str:
-    """Give a client's word for a message: quoted and cut short, or that there is none."""
-    return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"
-
-
 class Overloaded(ServeError):
     """The server cannot take the request now: HTTP 429 (code "overloaded") or 503 (any other code).
 
@@ -92,3 +87,8 @@ class EngineDead(ServeError):
 
     def __init__(self, message: str = "engine_dead: the engine core stopped; the server is going down") -> None:
         super().__init__(message)
+
+
+def shown(value: object) -> str:
+    """Give a client's word for a message: quoted and cut short, or that there is none."""
+    return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"

@@ -34,6 +34,7 @@ class RequestLimits:
     max_logit_bias: int = flag(1024, "entries of logit_bias")
     max_logprob_token_ids: int = flag(128, "ids in logprob_token_ids")
     max_num_inputs: int = flag(2048, "texts in one request to a pooling model", kind="count")
+    max_num_results: int = flag(1 << 26, "numbers in the results of one request to a pooling model", kind="count")
     max_tools: int = flag(128, "tools of a chat request")
     max_schema_bytes: int = flag(64 << 10, "bytes of a JSON schema, also of all tools that are forced", kind="bytes")
     max_schema_depth: int = flag(64, "levels of nesting in a JSON schema")

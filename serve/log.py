@@ -9,6 +9,8 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TextIO
 
 import setproctitle
@@ -55,12 +57,14 @@ class StderrHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.num_dropped = 0
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record) + "\n"
         try:
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            with self.around():
+                sys.stderr.write(line)
+                sys.stderr.flush()
         except (OSError, ValueError):
             self.num_dropped += 1
 
@@ -76,6 +80,13 @@ def setup_logging(level: str) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("serve").setLevel(level.upper())
+
+
+def around_records(context: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Write every record inside this context, which for example takes a progress bar away; None ends that."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, StderrHandler):
+            handler.around = nullcontext if context is None else context
 
 
 class PrefixedStream(io.TextIOBase):

@@ -389,13 +389,13 @@ def _hub_model(name: str, revision: str | None, env: Environment) -> Path:
         )
     except FileNotFoundError as error:
         if env.hub_offline:
-            raise _not_cached(name, "HF_HUB_OFFLINE is set; connect") from error
+            raise _not_cached(name, "HF_HUB_OFFLINE is set; connect") from None
         if trouble is None or _is_answer(trouble):
-            raise _not_fetched(name, trouble or error) from error
+            raise _not_fetched(name, trouble or error) from None
         why = f"the hub cannot be reached ({_first_lines(trouble)}); connect, set HF_HUB_OFFLINE=1 to skip the look-up"
-        raise _not_cached(name, why) from trouble
+        raise _not_cached(name, why) from None
     except _hub_errors() as error:
-        raise _not_fetched(name, error) from error
+        raise _not_fetched(name, error) from None
     if trouble is not None:
         log.warning("the hub gave no model %s (%s): using the copy in its cache", name, _first_lines(trouble))
     return Path(folder)

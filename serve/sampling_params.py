@@ -33,6 +33,11 @@ class OutputKind(enum.IntEnum):
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 
+# Words of a JSON schema whose value is data, not a schema, and words whose value maps names to schemas.
+SCHEMA_DATA_WORDS: Final = frozenset({"const", "enum", "default", "examples"})
+SCHEMA_NAME_WORDS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the text of an answer must be; the engine core compiles it to a grammar.
 

@@ -20,7 +20,7 @@ from serve.config import ServeConfig
 from serve.engine.core_client import CoreClient
 from serve.engine.input_processor import InputProcessor, RequestOptions, default_sampling
 from serve.engine.output_processor import ClientRequest, OutputProcessor, RequestOutputCollector
-from serve.engine.outputs import PoolingOutput, RequestOutput
+from serve.engine.outputs import PoolingOutput, RequestOutput, final_output
 from serve.engine.parallel_sampling import ParentRequest, child_params, num_children
 from serve.engine.stats import LOG_PERIOD, EngineStats, RateLine
 from serve.engine.vocabulary import VocabularySender
@@ -366,10 +366,10 @@ class Admission:
 
 async def pooled_result(stream: RequestStream) -> PoolingOutput:
     """Give the only hand-over of a request to a pooling model. Raises RequestFailed when it was cut off."""
-    async for output in stream:
-        if output.finished and output.pooled is not None:
-            return PoolingOutput(output.request_id, output.prompt_token_ids, output.pooled, output.num_cached_tokens)
-    raise RequestFailed("the request ended without a result", cause="model_error")
+    output = await final_output(stream)
+    if output.pooled is None:
+        raise RequestFailed("the request ended without a result", cause="model_error")
+    return PoolingOutput(output.request_id, output.prompt_token_ids, output.pooled, output.num_cached_tokens)
 
 
 def expand(request: EngineCoreRequest) -> list[EngineCoreRequest]:

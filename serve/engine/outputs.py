@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from serve.errors import RequestFailed
 from serve.wire.frontend import FinishReason
 
 
@@ -85,3 +86,11 @@ class OutputStream(Protocol):
 
     async def aclose(self) -> None:
         """Give up the request unless it is over."""
+
+
+async def final_output(stream: OutputStream) -> RequestOutput:
+    """Give the only hand-over of a request that is not streamed. Raises RequestFailed when there is none."""
+    async for output in stream:
+        if output.finished:
+            return output
+    raise RequestFailed("the request ended without an answer", cause="model_error")

@@ -1,4 +1,4 @@
-"""Prompts given as embeddings: base64 of a safetensors file, or of a raw array, becomes float32 rows.
+"""Phase 1 of 11: prompts given as embeddings: base64 of a safetensors file, or of a raw array, becomes float32 rows.
 
 Both forms are plain numbers with a declared type and shape; nothing in them is executed, and every size is checked
 against the bytes that came before anything is built.
@@ -67,10 +67,7 @@ def decode_all(value: object, hidden_size: int | None) -> list[EmbeddedPrompt]:
 
 
 def decode_prompt_embeds(value: object, hidden_size: int, *, param: str) -> EmbeddedPrompt:
-    """Read one prompt. Raises InvalidRequest.
-
-    A leading axis of length 1 is dropped.
-    """
+    """Read one prompt in one of the two forms. Raises InvalidRequest."""
     try:
         if isinstance(value, str):
             dtype, shape, data = _read_safetensors(_decode_base64(value))
@@ -78,8 +75,17 @@ def decode_prompt_embeds(value: object, hidden_size: int, *, param: str) -> Embe
             raw = msgspec.convert(value, _RawArray)
             dtype, shape, data = raw.dtype, raw.shape, _decode_base64(raw.data)
         rows = _to_float32(dtype, shape, data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"{param} cannot be read: {error}; {_FORMS}", param=param) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        problem = "its header nests too deep" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"{param} cannot be read: {problem}; {_FORMS}", param=param) from None
+    return embedded_prompt(rows, hidden_size, param=param)
+
+
+def embedded_prompt(rows: np.ndarray, hidden_size: int, *, param: str) -> EmbeddedPrompt:
+    """Give the prompt that float32 rows are. Raises InvalidRequest for another shape and for NaN or infinity.
+
+    A leading axis of length 1 is dropped.
+    """
     if rows.ndim == 3 and rows.shape[0] == 1:
         rows = rows[0]
     if rows.ndim != 2 or rows.shape[1] != hidden_size or len(rows) == 0:

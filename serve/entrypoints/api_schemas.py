@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import BaseModel
 
+from serve.engine.input_processor import MAX_SALT_CHARS
 from serve.entrypoints.openai.fields import INT64_MAX
 from serve.entrypoints.openai.responses_protocol import INCLUDABLE, MAX_INCLUDE, MAX_METADATA
 from serve.limits import RequestLimits
@@ -102,8 +103,7 @@ _PROMPT: Final[Schema] = {
         {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
     ]
 }
-_STRINGS: Final[Schema] = {"anyOf": [_PROMPT_TEXT, {"type": "array", "maxItems": 16, "items": _PROMPT_TEXT}]}
-_CACHE_SALT: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": 256, "pattern": "^[!-~]+$"}
+_CACHE_SALT: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS, "pattern": "^[!-~]+$"}
 
 
 def _number(low: float, high: float, **more: object) -> Schema:
@@ -117,6 +117,9 @@ def _integer(low: int, high: int = INT64_MAX) -> Schema:
 # What serve/sampling_params.py checks, with the limits that the flags have unless set. None: not described, because
 # a request may only carry it when the operator trusts requests.
 _LIMITS: Final = RequestLimits()
+_STRINGS: Final[Schema] = {
+    "anyOf": [_PROMPT_TEXT, {"type": "array", "maxItems": _LIMITS.max_stop, "items": _PROMPT_TEXT}]
+}
 _GENERATION_FIELDS: Final[dict[str, Schema | None]] = {
     "n": _integer(1, _LIMITS.max_n),
     "max_tokens": _integer(1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -43,6 +43,28 @@ HTTP_MESSAGES: Final = {
     405: "this path does not take the method {method}",
 }
 Handler = Callable[..., Awaitable[Response]]
+# Gives a whole response, or what is written as its JSON body.
+Answer = Callable[[AppState, Request], Awaitable[object]]
+# What the server is there for: each path takes a POST with a JSON body.
+WORK: Final[Mapping[str, Answer]] = {
+    "/v1/chat/completions": create_chat_completion,
+    "/v1/chat/completions/batch": create_chat_batch,
+    "/v1/chat/completions/render": render_chat,
+    "/v1/completions": create_completion,
+    "/v1/completions/render": render_completion,
+    "/inference/v1/generate": create_generation,
+    "/v1/responses": create_response,
+    "/v1/messages": create_message,
+    "/v1/messages/count_tokens": count_tokens,
+    "/v1/embeddings": create_embeddings,
+    "/pooling": create_pooling,
+    "/classify": create_classification,
+    **dict.fromkeys(("/score", "/v1/score"), create_scores),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), create_ranking),
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/invocations": invoke,
+}
 
 
 def build_app(state: AppState) -> AsgiApp:
@@ -58,18 +80,15 @@ def build_app(state: AppState) -> AsgiApp:
         openapi_url="/openapi.json" if has_docs else None,
         redirect_slashes=False,
     )
-    _add_openai_routes(app, state)
-    _add_pooling_routes(app, state)
+    _add_work_routes(app, state)
     _add_responses_routes(app, state)
-    _add_anthropic_routes(app, state)
-    _add_vllm_routes(app, state)
-    _add_token_routes(app, state)
+    _add_model_routes(app, state)
     _add_service_routes(app, state)
     if server.dev_mode:
         _add_dev_routes(app, state)
     app.add_exception_handler(HTTPException, _on_http_exception)
     # Inside the framework's last-resort layer, so that layer never sees an error and never words one.
-    app.add_middleware(HttpGate, state=state)
+    app.add_middleware(HttpGate, state=state, work=frozenset(WORK))
     if server.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -129,62 +148,41 @@ def _add_route(app: FastAPI, method: str, path: str, handler: Handler) -> None:
     )
 
 
-def _add_openai_routes(app: FastAPI, state: AppState) -> None:
-    async def chat_completions(request: Request) -> Response:
-        return await create_chat_completion(state, request)
+def _bound(state: AppState, answer: Answer) -> Handler:
+    """Give the handler of a route out of the function that answers it."""
 
-    async def completions(request: Request) -> Response:
-        return await create_completion(state, request)
+    async def handle(request: Request) -> Response:
+        reply = await answer(state, request)
+        return reply if isinstance(reply, Response) else _json(reply)
 
-    async def list_models() -> Response:
-        return _json(models.list_models(state))
+    # The description names an operation after its handler.
+    handle.__name__ = answer.__name__
+    return handle
+
+
+def _add_work_routes(app: FastAPI, state: AppState) -> None:
+    for path, answer in WORK.items():
+        _add_route(app, "POST", path, _bound(state, answer))
+
+
+def _add_model_routes(app: FastAPI, state: AppState) -> None:
+    async def list_models(request: Request) -> Response:
+        return _json(models.list_models(state, is_anthropic=models.ANTHROPIC_HEADER in request.headers))
 
     async def get_model(request: Request) -> Response:
-        return _json(models.get_model(state, request.path_params["model_id"]))
+        is_anthropic = models.ANTHROPIC_HEADER in request.headers
+        return _json(models.get_model(state, request.path_params["model_id"], is_anthropic=is_anthropic))
 
-    async def tokenize_prompt(request: Request) -> Response:
-        return _json(await tokenize(state, request))
+    async def describe_tokenizer() -> Response:
+        return _json(tokenizer_info(state))
 
-    async def detokenize_ids(request: Request) -> Response:
-        return _json(await detokenize(state, request))
-
-    _add_route(app, "POST", "/v1/chat/completions", chat_completions)
-    _add_route(app, "POST", "/v1/completions", completions)
-    _add_route(app, "POST", "/tokenize", tokenize_prompt)
-    _add_route(app, "POST", "/detokenize", detokenize_ids)
     _add_route(app, "GET", "/v1/models", list_models)
     _add_route(app, "GET", "/v1/models/{model_id:path}", get_model)
-
-
-def _add_pooling_routes(app: FastAPI, state: AppState) -> None:
-    async def embeddings(request: Request) -> Response:
-        return await create_embeddings(state, request)
-
-    async def pooling(request: Request) -> Response:
-        return await create_pooling(state, request)
-
-    async def classify(request: Request) -> Response:
-        return await create_classification(state, request)
-
-    async def score(request: Request) -> Response:
-        return await create_scores(state, request)
-
-    async def rerank(request: Request) -> Response:
-        return await create_ranking(state, request)
-
-    _add_route(app, "POST", "/v1/embeddings", embeddings)
-    _add_route(app, "POST", "/pooling", pooling)
-    _add_route(app, "POST", "/classify", classify)
-    for path in ("/score", "/v1/score"):
-        _add_route(app, "POST", path, score)
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        _add_route(app, "POST", path, rerank)
+    if state.config.server.enable_tokenizer_info_endpoint:
+        _add_route(app, "GET", "/tokenizer_info", describe_tokenizer)
 
 
 def _add_responses_routes(app: FastAPI, state: AppState) -> None:
-    async def responses(request: Request) -> Response:
-        return await create_response(state, request)
-
     async def stored_response(request: Request) -> Response:
         return await get_response(state, request.path_params["response_id"], request)
 
@@ -198,55 +196,10 @@ def _add_responses_routes(app: FastAPI, state: AppState) -> None:
     async def input_items(request: Request) -> Response:
         return _json(list_input_items(state, request.path_params["response_id"], request.query_params))
 
-    _add_route(app, "POST", "/v1/responses", responses)
     _add_route(app, "GET", "/v1/responses/{response_id}", stored_response)
     _add_route(app, "DELETE", "/v1/responses/{response_id}", drop_response)
     _add_route(app, "POST", "/v1/responses/{response_id}/cancel", stop_response)
     _add_route(app, "GET", "/v1/responses/{response_id}/input_items", input_items)
-
-
-def _add_anthropic_routes(app: FastAPI, state: AppState) -> None:
-    async def messages(request: Request) -> Response:
-        return await create_message(state, request)
-
-    async def count_message_tokens(request: Request) -> Response:
-        return _json(await count_tokens(state, request))
-
-    _add_route(app, "POST", "/v1/messages", messages)
-    _add_route(app, "POST", "/v1/messages/count_tokens", count_message_tokens)
-
-
-def _add_vllm_routes(app: FastAPI, state: AppState) -> None:
-    """Add what vLLM serves beside OpenAI's paths."""
-
-    async def chat_batch(request: Request) -> Response:
-        return await create_chat_batch(state, request)
-
-    async def invocations(request: Request) -> Response:
-        return await invoke(state, request)
-
-    async def describe_tokenizer() -> Response:
-        return _json(tokenizer_info(state))
-
-    _add_route(app, "POST", "/v1/chat/completions/batch", chat_batch)
-    _add_route(app, "POST", "/invocations", invocations)
-    if state.config.server.enable_tokenizer_info_endpoint:
-        _add_route(app, "GET", "/tokenizer_info", describe_tokenizer)
-
-
-def _add_token_routes(app: FastAPI, state: AppState) -> None:
-    async def chat_render(request: Request) -> Response:
-        return _json(await render_chat(state, request))
-
-    async def completions_render(request: Request) -> Response:
-        return _json(await render_completion(state, request))
-
-    async def generate(request: Request) -> Response:
-        return await create_generation(state, request)
-
-    _add_route(app, "POST", "/v1/chat/completions/render", chat_render)
-    _add_route(app, "POST", "/v1/completions/render", completions_render)
-    _add_route(app, "POST", "/inference/v1/generate", generate)
 
 
 def _add_service_routes(app: FastAPI, state: AppState) -> None:
@@ -278,10 +231,10 @@ def _add_service_routes(app: FastAPI, state: AppState) -> None:
     async def scrape() -> Response:
         return Response(metrics.render(state), media_type=metrics.CONTENT_TYPE)
 
-    _add_route(app, "GET", "/live", live)
-    _add_route(app, "GET", "/health", health)
-    _add_route(app, "GET", "/ready", ready)
-    _add_route(app, "GET", "/ping", ping)
+    for path, probe in (("/live", live), ("/health", health), ("/ready", ready), ("/ping", ping)):
+        _add_route(app, "GET", path, probe)
+        # The HTTP server leaves out the body; a description of its own would say nothing new.
+        app.add_api_route(path, probe, methods=["HEAD"], response_class=Response, include_in_schema=False)
     _add_route(app, "POST", "/ping", post_ping)
     _add_route(app, "GET", "/version", version)
     _add_route(app, "GET", "/load", load)

@@ -20,9 +20,11 @@ JsonObject = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 200  # where no flag says otherwise
 # A body that makes the server build millions of small objects would hold up all other requests. What opens objects,
-# arrays and strings is counted before anything is built, so inside strings too; no context holds a prompt with as many.
+# arrays and strings and what parts their items is counted before anything is built, so inside strings too; no context
+# holds a prompt with as many.
 MAX_JSON_BRACKETS: Final = 1 << 18
 MAX_JSON_QUOTES: Final = 1 << 20
+MAX_JSON_COMMAS: Final = 1 << 21
 MAX_FIELDS: Final = 1024
 BODY_SECONDS: Final = 60.0
 
@@ -97,6 +99,8 @@ def parse_json(body: bytes, max_depth: int = MAX_JSON_DEPTH) -> JsonObject:
         raise InvalidRequest(f"the body holds {num_brackets} opening brackets, the limit is {MAX_JSON_BRACKETS}")
     if num_quotes > MAX_JSON_QUOTES:
         raise InvalidRequest(f"the body holds {num_quotes} quotation marks, the limit is {MAX_JSON_QUOTES}")
+    if (num_commas := body.count(b",")) > MAX_JSON_COMMAS:
+        raise InvalidRequest(f"the body holds {num_commas} commas, the limit is {MAX_JSON_COMMAS}")
     try:
         value = msgspec.json.decode(body)
     except msgspec.MsgspecError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Iterator
@@ -77,10 +78,11 @@ class _Identity(msgspec.Struct):
     custom_id: str | None = None
 
 
-class _Streamed(msgspec.Struct):
-    """The one field of a body that a batch must look at."""
+class _Delivery(msgspec.Struct):
+    """How a body wants its answer: a batch must look at these fields, as it gives whole answers only."""
 
     stream: object = False
+    background: object = False
 
 
 def check_paths(source: Path, target: Path) -> None:
@@ -110,6 +112,8 @@ def read_lines(source: Path, *, max_bytes: int) -> Iterator[InputLine]:
     seen: set[str] = set()
     with source.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             parsed = _parse_line(line, number, max_bytes)
@@ -118,6 +122,11 @@ def read_lines(source: Path, *, max_bytes: int) -> Iterator[InputLine]:
             elif parsed.custom_id is not None:
                 seen.add(parsed.custom_id)
             yield parsed
+
+
+def count_left(source: Path, output: BatchOutput, *, max_bytes: int) -> int:
+    """Count the lines of a batch that the output has no line for."""
+    return sum(1 for line in read_lines(source, max_bytes=max_bytes) if not output.has(line))
 
 
 def _parse_line(line: bytes, number: int, max_bytes: int) -> InputLine:
@@ -140,19 +149,23 @@ def _check_request(request: BatchRequest) -> None:
         raise InvalidRequest(f"method must be POST, got {request.method[:20]!r}")
     if request.url not in BATCH_PATHS:
         raise InvalidRequest(f"url {request.url[:80]!r} is not possible in a batch; it takes {', '.join(BATCH_PATHS)}")
-    if msgspec.json.decode(request.body, type=_Streamed).stream:
-        raise InvalidRequest("stream is not possible in a batch; leave it out")
+    delivery = msgspec.json.decode(request.body, type=_Delivery)
+    for name, is_asked in (("stream", delivery.stream), ("background", delivery.background)):
+        if is_asked:
+            raise InvalidRequest(f"{name} is not possible in a batch; leave it out")
 
 
 class BatchOutput:
     """The output file: what it holds already, and a line at a time added, each on the disk before the next.
 
     Answered lines of an earlier run stay; half a line at the end, left by a run that was killed, is cut off.
+    num_errors counts the lines that report an error, num_new_errors those among them that this run added.
     """
 
     def __init__(self, path: Path) -> None:
         self._done: set[str] = set()
         self.num_errors = 0
+        self.num_new_errors = 0
         try:
             self._file: IO[bytes] = path.open("a+b")
         except OSError as error:
@@ -178,6 +191,7 @@ class BatchOutput:
         """Append a line. Raises ConfigError when it cannot be written."""
         self._done.add(_key(line.custom_id, line.error.message if line.error is not None else ""))
         self.num_errors += line.error is not None
+        self.num_new_errors += line.error is not None
         try:
             self._file.write(msgspec.json.encode(line) + b"\n")
             self._file.flush()
@@ -185,6 +199,10 @@ class BatchOutput:
             raise ConfigError(
                 f"--output-file {self._file.name} cannot be written: {error.strerror}", ExitCode.RESOURCES
             ) from error
+
+    def summary(self) -> str:
+        """Give the counts as the log shows them at the end of a run."""
+        return f"lines={self.num_done} errors={self.num_errors} ({self.num_new_errors} new)"
 
     def close(self) -> None:
         """Close the file."""
@@ -203,6 +221,7 @@ class BatchOutput:
                     f"--output-file {self._file.name} line {number} is no line of a batch: {error}; name another file"
                 ) from None
             self._done.add(_key(known.custom_id, known.error.message if known.error is not None else ""))
+            self.num_errors += known.error is not None
             end += len(line)
         self._file.seek(0, os.SEEK_END)
         if self._file.tell() > end:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import signal
 import socket
 import sys
@@ -16,10 +17,13 @@ from types import FrameType
 
 from serve import __version__
 from serve.config import Environment, ServeConfig, read_environment, validate
+from serve.entrypoints.batch_file import BatchOutput, check_paths, count_left
 from serve.entrypoints.flags import BATCH_USAGE, PULL_USAGE, FlagParser, build_parser, config_from_flags, parse_flags
 from serve.entrypoints.listener import bind_listener, close_listener
 from serve.errors import ConfigError, ExitCode
 from serve.log import decorate_process, setup_logging
+
+log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
@@ -71,10 +75,11 @@ def _settings(parsed: argparse.Namespace) -> tuple[ServeConfig, Environment]:
     config = with_environment_keys(config_from_flags(parsed), environment)
     validate(config)
     _end_quietly_on_signals()
-    if config.server.chat_template is not None:
-        from serve.entrypoints.start_checks import check_chat_template
+    server = config.server
+    if server.chat_template or server.tool_call_parser or server.reasoning_parser:
+        from serve.entrypoints.start_checks import check_answer_settings
 
-        check_chat_template(config.server.chat_template)
+        check_answer_settings(server)
     return config, environment
 
 
@@ -110,11 +115,23 @@ def _run_batch(arguments: list[str]) -> int:
     source, target = parsed.input_file, parsed.output_file
     del parsed.input_file, parsed.output_file
     config, environment = _settings(parsed)
-    from serve.entrypoints.batch_file import check_paths
-
     check_paths(source, target)
     decorate_process("Batch", color=not environment.no_color)
     setup_logging(environment.log_level)
+    output = BatchOutput(target)
+    try:
+        num_left = count_left(source, output, max_bytes=config.server.max_body_bytes)
+        if num_left == 0:
+            log.info("batch complete: %s; nothing was left to do", output.summary())
+            return int(ExitCode.OK)
+        return _answer_batch(config, environment, source, output=output, num_left=num_left)
+    finally:
+        output.close()
+
+
+def _answer_batch(
+    config: ServeConfig, environment: Environment, source: Path, *, output: BatchOutput, num_left: int
+) -> int:
     from serve.launch import spawn_engine
 
     process = spawn_engine(environment, drain_seconds=0.0)
@@ -126,7 +143,9 @@ def _run_batch(arguments: list[str]) -> int:
         model = config.engine.model
         check_against_model(config.engine, environment)
         path = resolve_model(model.model, model.revision, environment)
-        return int(run_batch(config, environment, process, model_path=path, source=source, target=target))
+        return int(
+            run_batch(config, environment, process, model_path=path, source=source, output=output, num_left=num_left)
+        )
     finally:
         process.kill()
 

@@ -10,21 +10,16 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Final, NoReturn, TypeVar
 
 from serve.config import (
     ENVIRONMENT_HELP,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
     ServeConfig,
-    ServerConfig,
+    assemble,
     field_names,
     groups,
 )
 from serve.errors import ConfigError
-from serve.limits import RequestLimits
 
 _T = TypeVar("_T")
 _COUNT_SUFFIXES: Final = {
@@ -285,24 +280,16 @@ def config_from_flags(parsed: argparse.Namespace) -> ServeConfig:
     positional = given.pop("model_argument", None)
     if positional is not None and given.setdefault("model", positional) != positional:
         raise ConfigError(f"MODEL {positional} and --model {given['model']} differ; give one of them")
-    return ServeConfig(
-        engine=EngineConfig(
-            model=_fill(ModelConfig, given),
-            cache=_fill(CacheConfig, given),
-            scheduler=_fill(SchedulerConfig, given),
-        ),
-        server=_fill(ServerConfig, given),
-        limits=_fill(RequestLimits, given),
-    )
 
+    def fill(group: type[_T], /) -> _T:
+        """Give one group of settings; list flags become tuples."""
+        chosen: dict[str, object] = {}
+        for name in given.keys() & field_names(group):
+            value = given[name]
+            chosen[name] = _list_value("--" + name.replace("_", "-"), value) if isinstance(value, list) else value
+        return group(**chosen)
 
-def _fill(group: Callable[..., _T], given: Mapping[str, object]) -> _T:
-    """Build one group of settings; list flags become tuples."""
-    chosen: dict[str, object] = {}
-    for name in given.keys() & field_names(cast(type, group)):
-        value = given[name]
-        chosen[name] = _list_value("--" + name.replace("_", "-"), value) if isinstance(value, list) else value
-    return group(**chosen)
+    return assemble(fill)
 
 
 def _list_value(name: str, values: list[str]) -> tuple[str, ...]:

@@ -25,54 +25,36 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS: Final = frozenset({"/live", "/health", "/ready", "/ping", "/version"})
 EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
+# Of a refusal's message, which may quote a little of the request.
+MAX_LOGGED_CHARS: Final = 300
 METRICS_PATH: Final = "/metrics"
 LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _METHODS: Final = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _UNMEASURED: Final = OPEN_PATHS | {METRICS_PATH, "/load"}
-# Answering these is the server's main work; /load counts them.
-_WORK: Final = frozenset(
+# The routes that the metrics tell apart beside those of the work.
+_OTHER_ROUTES: Final = frozenset(
     {
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/chat/completions/render",
-        "/v1/completions/render",
-        "/inference/v1/generate",
-        "/v1/embeddings",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/tokenize",
-        "/detokenize",
-        "/invocations",
+        "/v1/models",
+        "/tokenizer_info",
+        "/docs",
+        "/openapi.json",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/reset_prefix_cache",
     }
 )
-# The routes that the metrics tell apart.
-_ROUTES: Final = _WORK | {
-    "/v1/models",
-    "/tokenizer_info",
-    "/docs",
-    "/openapi.json",
-    "/pause",
-    "/resume",
-    "/is_paused",
-    "/reset_prefix_cache",
-}
 
 
 class HttpGate:
     """Wraps the application; every request enters and every answer leaves through it."""
 
-    def __init__(self, app: AsgiApp, *, state: AppState) -> None:
+    def __init__(self, app: AsgiApp, *, state: AppState, work: frozenset[str]) -> None:
+        """Wrap app; answering the paths of work is the server's main work, which /load counts."""
         self._app = app
+        self._work = work
+        self._routes = work | _OTHER_ROUTES
         self._state = state
         server = state.config.server
         self._root_path = server.root_path.rstrip("/")
@@ -88,7 +70,7 @@ class HttpGate:
             return
         path = cast(str, scope["path"]).removeprefix(self._root_path)
         exchange = _Exchange(scope, send, is_anthropic=is_anthropic_path(path))
-        is_work = path in _WORK
+        is_work = path in self._work
         self._state.num_open_requests += is_work
         try:
             self._check(scope, path)
@@ -97,11 +79,11 @@ class HttpGate:
         except ClientGone:
             exchange.status = 499
         except Exception as error:  # the HTTP error handler: every failure gets the one error shape
-            await self._fail(exchange, error)
+            await self._fail(exchange, error, path)
         finally:
             self._state.num_open_requests -= is_work
             if path not in _UNMEASURED:
-                _measure(self._state.http, _route(path), exchange)
+                _measure(self._state.http, self._route(path), exchange)
 
     def _check(self, scope: Scope, path: str) -> None:
         sent = headers(scope)
@@ -117,14 +99,14 @@ class HttpGate:
             if host is not None and host_name(host.decode("latin-1")) not in self._hosts:
                 raise HttpError(421, "this server does not answer for that Host; see --allowed-host")
         if self._keys.is_needed and path not in self._open_paths:
-            key = header(scope, b"x-api-key") if is_anthropic_path(path) else None
-            self._keys.check(header(scope, b"authorization"), key)
-        if path.startswith("/v1/") or path in _WORK:
+            self._keys.check(header(scope, b"authorization"), header(scope, b"x-api-key"))
+        if path.startswith("/v1/") or path in self._work:
             self._state.serving()
 
-    async def _fail(self, exchange: _Exchange, error: Exception) -> None:
+    async def _fail(self, exchange: _Exchange, error: Exception, path: str) -> None:
         """Answer with the error; a stream that has begun gets it as its last event and no [DONE]."""
         reply = error_reply(error, exchange.request_id)
+        self._note_refusal(exchange, reply, path)
         if exchange.is_stream:
             event = exchange.error_event(reply)
             await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
@@ -134,6 +116,27 @@ class HttpGate:
         else:
             is_new = isinstance(error, EngineDead) and not exchange.was_admitted
             await exchange.send_error(unavailable(error) if is_new else reply)
+
+    def _note_refusal(self, exchange: _Exchange, reply: ErrorReply, path: str) -> None:
+        """Log why a request was refused; at debug where load is the reason, as lines would pile up then."""
+        if reply.status < 500:
+            log.log(
+                logging.DEBUG if reply.status == 429 else logging.INFO,
+                "request refused: request_id=%s path=%s status=%d message=%s",
+                exchange.request_id,
+                self._route(path),
+                reply.status,
+                reply.message if len(reply.message) <= MAX_LOGGED_CHARS else reply.message[:MAX_LOGGED_CHARS] + "...",
+            )
+
+    def _route(self, path: str) -> str:
+        """Give a label from a closed set, whatever path a client made up."""
+        if path in self._routes:
+            return path
+        for prefix in ("/v1/models/", "/v1/responses/"):
+            if path.startswith(prefix):
+                return prefix + "{id}"
+        return "other"
 
 
 class _Exchange:
@@ -206,7 +209,7 @@ class KeyCheck:
         if not is_known and (bare_key is None or not self._is_known(bare_key)):
             raise HttpError(
                 401,
-                "the API key is missing or wrong; send Authorization: Bearer KEY",
+                "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
 
@@ -239,16 +242,6 @@ def host_name(value: str) -> str:
     if value.startswith("["):
         return value[1:].partition("]")[0]
     return value.partition(":")[0]
-
-
-def _route(path: str) -> str:
-    """Give a label from a closed set, whatever path a client made up."""
-    if path in _ROUTES:
-        return path
-    for prefix in ("/v1/models/", "/v1/responses/"):
-        if path.startswith(prefix):
-            return prefix + "{id}"
-    return "other"
 
 
 def _measure(stats: HttpStats, route: str, exchange: _Exchange) -> None:

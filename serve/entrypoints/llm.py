@@ -14,41 +14,46 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 import uvloop
 
 from serve.config import (
     DEFAULT_MODEL,
-    CacheConfig,
-    EngineConfig,
     Environment,
-    ModelConfig,
-    SchedulerConfig,
     ServeConfig,
-    ServerConfig,
+    assemble,
     field_names,
     groups,
     read_environment,
     validate,
 )
-from serve.engine.async_llm import RequestStream
-from serve.engine.outputs import PoolingOutput, RequestOutput
+from serve.engine.input_processor import RequestOptions
+from serve.engine.outputs import PoolingOutput, RequestOutput, final_output
+from serve.engine.prompt_embeds import EmbeddedPrompt
+from serve.entrypoints.flags import FOREIGN_FLAGS
+from serve.entrypoints.llm_inputs import (
+    Conversation,
+    GivenPrompt,
+    Prompt,
+    list_conversations,
+    list_prompts,
+    read_conversation,
+    read_params,
+    read_prompt,
+)
 from serve.entrypoints.loading import Loaded, load_services, unload
 from serve.entrypoints.model_argument import check_model_argument
-from serve.entrypoints.progress import Progress
+from serve.entrypoints.progress import NoProgress, Progress, ProgressBar
 from serve.entrypoints.window import run_window, window_size
-from serve.errors import ConfigError, InvalidRequest, RequestFailed, ServeError
+from serve.errors import ConfigError, InvalidRequest, ServeError
 from serve.launch import STOP_SECONDS, EngineProcess, spawn_engine
-from serve.limits import RequestLimits
 from serve.model_store import resolve_model
 from serve.pooling_params import PoolingParams
 from serve.renderers.renderer import ChatRenderRequest, RenderedPrompt, TokenizeParams
-from serve.sampling_params import OutputKind, SamplingParams
+from serve.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, object]]
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -106,14 +111,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt (text or token ids) or several; gives the results in the order of the prompts.
 
-        One sampling_params serves all prompts, a list gives each its own. The first prompt that is refused or fails
-        ends the call with its error, which carries a note with the prompt's index; the others are aborted.
+        A prompt is a text, token ids, or a dict with one of prompt, prompt_token_ids and prompt_embeds. One
+        sampling_params serves all prompts, a list gives each its own. The first prompt that is refused or fails ends
+        the call with its error, which carries a note with the prompt's number; the others are aborted.
         """
-        listed = _as_prompts(prompts)
+        listed = list_prompts(prompts)
         params = self._params_for(len(listed), sampling_params)
 
         async def one(index: int) -> RequestOutput:
-            return await self._generate(await self._render(listed[index]), params[index])
+            given = read_prompt(listed[index], self._engine.loaded.services.llm.prompt_embeds_size)
+            max_tokens = 0 if sampling_params is None else params[index].max_tokens
+            return await self._generate(await self._render(given, max_tokens), params[index], given)
 
         return self._engine.run_all(one, len(listed), title="prompts", is_shown=use_tqdm)
 
@@ -128,13 +136,14 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or several with the model's chat template; otherwise like generate."""
-        listed = _as_conversations(messages)
+        listed = list_conversations(messages)
         params = self._params_for(len(listed), sampling_params)
 
-        def rendering(conversation: Conversation) -> ChatRenderRequest:
+        def rendering(index: int) -> ChatRenderRequest:
+            max_tokens = 0 if sampling_params is None else params[index].max_tokens
             return ChatRenderRequest(
-                messages=[dict(message) for message in conversation],
-                tokenize=TokenizeParams(add_special_tokens=False, max_total_tokens=self.max_model_len),
+                messages=read_conversation(listed[index]),
+                tokenize=self._tokenize_params(max_tokens, special=False),
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
@@ -142,7 +151,7 @@ class LLM:
             )
 
         async def one(index: int) -> RequestOutput:
-            prompt = await self._engine.loaded.services.renderer.render_chat(rendering(listed[index]))
+            prompt = await self._engine.loaded.services.renderer.render_chat(rendering(index))
             return await self._generate(prompt, params[index])
 
         return self._engine.run_all(one, len(listed), title="chats", is_shown=use_tqdm)
@@ -157,51 +166,70 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams, *, use_tqdm: bool = True
     ) -> list[PoolingOutput]:
         """Give what a pooling model makes of prompts; otherwise like generate."""
-        listed = _as_prompts(prompts)
+        listed = list_prompts(prompts)
 
         async def one(index: int) -> PoolingOutput:
-            prompt = await self._render(listed[index])
+            given = read_prompt(listed[index], None)
+            options = RequestOptions(cache_salt=given.cache_salt)
+            token_ids = await self._render_input(given)
             llm = self._engine.loaded.services.llm
-            return await llm.encode(prompt.token_ids, pooling_params, f"llm-{next(self._ids)}")
+            return await llm.encode(token_ids, pooling_params, f"llm-{next(self._ids)}", options=options)
 
         return self._engine.run_all(one, len(listed), title="prompts", is_shown=use_tqdm)
 
     def _params_for(
         self, count: int, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
+        limits = self._engine.loaded.config.limits
         if sampling_params is None:
-            return [_checked(self.default_sampling_params())] * count
-        if isinstance(sampling_params, SamplingParams):
-            return [_checked(sampling_params)] * count
+            return [read_params(self.default_sampling_params(), limits)] * count
+        if not isinstance(sampling_params, (list, tuple)):
+            return [read_params(sampling_params, limits)] * count
         if len(sampling_params) != count:
             raise InvalidRequest(
                 f"there are {len(sampling_params)} sampling_params for {count} prompts; give one, or one for each"
             )
-        return [_checked(params) for params in sampling_params]
+        return [read_params(params, limits) for params in sampling_params]
 
-    async def _render(self, prompt: Prompt) -> RenderedPrompt:
+    def _tokenize_params(self, max_tokens: int, *, special: bool) -> TokenizeParams:
+        """Give the rules for a prompt's length; with max_tokens 0 the output takes what room there is."""
+        return TokenizeParams(
+            add_special_tokens=special, max_total_tokens=self.max_model_len, max_output_tokens=max(0, max_tokens)
+        )
+
+    async def _render(self, given: GivenPrompt, max_tokens: int) -> RenderedPrompt:
+        """Give a prompt its token ids; those of an embedded one are all 0."""
         renderer = self._engine.loaded.services.renderer
-        params = TokenizeParams(add_special_tokens=True, max_total_tokens=self.max_model_len)
-        if isinstance(prompt, str):
-            return await renderer.render_text(prompt, params)
-        return renderer.check_token_ids(list(prompt), params)
+        params = self._tokenize_params(max_tokens, special=True)
+        if isinstance(given.content, str):
+            return await renderer.render_text(given.content, params)
+        if isinstance(given.content, EmbeddedPrompt):
+            return renderer.check_token_ids([0] * len(given.content), params)
+        return renderer.check_token_ids(given.content, params)
 
-    async def _generate(self, prompt: RenderedPrompt, params: SamplingParams) -> RequestOutput:
-        llm = self._engine.loaded.services.llm
-        stream = await llm.add_request(prompt.token_ids, params, f"llm-{next(self._ids)}")
-        output = await _final(stream)
+    async def _render_input(self, given: GivenPrompt) -> list[int]:
+        """Give the token ids of a prompt of a pooling model; the engine client checks their number."""
+        assert not isinstance(given.content, EmbeddedPrompt), "embeddings are refused where there is no size for them"
+        if not isinstance(given.content, str):
+            return given.content
+        params = self._tokenize_params(0, special=True)
+        return (await self._engine.loaded.services.renderer.render_texts((given.content,), params)).token_ids
+
+    async def _generate(
+        self, prompt: RenderedPrompt, params: SamplingParams, given: GivenPrompt | None = None
+    ) -> RequestOutput:
+        llm, options = self._engine.loaded.services.llm, RequestOptions()
+        if given is not None:
+            options.cache_salt = given.cache_salt
+            if isinstance(given.content, EmbeddedPrompt):
+                options.prompt_embeds = given.content.rows
+        stream = await llm.add_request(prompt.token_ids, params, f"llm-{next(self._ids)}", options=options)
+        try:
+            output = await final_output(stream)
+        finally:
+            await stream.aclose()
         output.prompt = prompt.text
         return output
-
-
-async def _final(stream: RequestStream) -> RequestOutput:
-    try:
-        async for output in stream:
-            if output.finished:
-                return output
-    finally:
-        await stream.aclose()
-    raise RequestFailed("the request ended without an answer", cause="model_error")
 
 
 class _EngineThread:
@@ -229,7 +257,7 @@ class _EngineThread:
     def run_all(self, work: Callable[[int], Awaitable[_R]], count: int, *, title: str, is_shown: bool) -> list[_R]:
         """Give the results of work(0) to work(count - 1), a window of them under way at a time.
 
-        The first error cancels the rest and carries a note with its index.
+        The first error cancels the rest and carries a note with its number, counted from 1.
         """
         results: dict[int, _R] = {}
 
@@ -237,12 +265,12 @@ class _EngineThread:
             try:
                 results[index] = await work(index)
             except ServeError as error:
-                error.add_note(f"request {index} of {count}, counted from 0")
+                error.add_note(f"request {index + 1} of {count}")
                 raise
             progress.advance()
 
         self._check_open()
-        progress = Progress(count, title, unit="it", is_shown=is_shown)
+        progress: Progress = ProgressBar(count, title, unit="it") if is_shown else NoProgress()
         try:
             self._run(run_window(range(count), one, size=window_size(self.loaded.config)))
         finally:
@@ -295,47 +323,24 @@ def config_from_settings(settings: Mapping[str, object]) -> ServeConfig:
     """Build the settings from field names and values. Raises ConfigError for an unknown name or a wrong type."""
     known = {name for _, group in groups() for name in field_names(group)}
     for name in settings.keys() - known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        raise ConfigError(f"there is no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
-    return ServeConfig(
-        engine=EngineConfig(
-            model=_fill(ModelConfig, settings),
-            cache=_fill(CacheConfig, settings),
-            scheduler=_fill(SchedulerConfig, settings),
-        ),
-        server=_fill(ServerConfig, settings),
-        limits=_fill(RequestLimits, settings),
-    )
+        raise ConfigError(f"there is no setting {name!r}{_hint(name, known)}")
+
+    def fill(group: type[_T], /) -> _T:
+        chosen = {name: settings[name] for name in field_names(group) if name in settings}
+        for name, value in chosen.items():
+            try:
+                msgspec.convert({name: value}, type=group)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"setting {name}={value!r} has the wrong type: {error}") from None
+        return msgspec.convert(chosen, type=group)
+
+    return assemble(fill)
 
 
-def _fill(group: type[_T], settings: Mapping[str, object]) -> _T:
-    chosen = {name: settings[name] for name in field_names(group) if name in settings}
-    for name, value in chosen.items():
-        try:
-            msgspec.convert({name: value}, type=group)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"setting {name}={value!r} has the wrong type: {error}") from None
-    return msgspec.convert(chosen, type=group)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    if len(messages) > 0 and isinstance(messages[0], Mapping):
-        return [cast(Conversation, messages)]
-    return list(cast(Sequence[Conversation], messages))
-
-
-def _checked(params: SamplingParams) -> SamplingParams:
-    """Give parameters as they go to the engine: types checked, lists as tuples, one hand-over at the end."""
-    if isinstance(params.stop, str):
-        params = msgspec.structs.replace(params, stop=(params.stop,))
-    try:
-        checked = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"sampling_params has a value of the wrong type: {error}") from None
-    return msgspec.structs.replace(checked, output_kind=OutputKind.FINAL_ONLY)
+def _hint(name: str, known: set[str]) -> str:
+    """Give the way out for an unknown setting, as the command line gives it for a flag."""
+    flag = "--" + name.replace("_", "-")
+    if flag in FOREIGN_FLAGS:
+        return f": {FOREIGN_FLAGS[flag]}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else "; they are the flags that `serve --help` lists, by field name"

@@ -61,7 +61,7 @@ async def _open(checkpoint: Checkpoint, config: ServeConfig, handle: EngineHandl
         settings=settings,
         num_workers=config.server.renderer_num_workers,
     )
-    await renderer.warm_up()
+    await renderer.warm_up(expects_chat=llm.pooling is None)
     return Services(llm, renderer, tokenizer, ready, answer_format)
 
 

@@ -30,7 +30,7 @@ from serve.entrypoints.batch_file import (
     read_lines,
 )
 from serve.entrypoints.loading import Loaded, load_services, unload
-from serve.entrypoints.progress import Progress
+from serve.entrypoints.progress import Progress, ProgressBar, ProgressLines
 from serve.entrypoints.window import run_window, window_size
 from serve.errors import EngineDead, ExitCode
 from serve.launch import STOP_SECONDS, EngineProcess, StartCancelled
@@ -59,32 +59,31 @@ def run_batch(
     *,
     model_path: Path,
     source: Path,
-    target: Path,
+    output: BatchOutput,
+    num_left: int,
 ) -> ExitCode:
-    """Answer the requests of source that target has no line for; gives the exit code.
+    """Answer the num_left requests of source that the output has no line for; gives the exit code.
 
-    0 means that every line of source has its line in target, an answer or an error.
+    0 means that every line of source has its line in the output, an answer or an error.
     """
-    output = BatchOutput(target)
     scheduler = replace(config.engine.scheduler, max_waiting=_NO_LIMIT, max_waiting_tokens=_NO_LIMIT)
     config = replace(config, engine=replace(config.engine, scheduler=scheduler))
-    run = BatchRun(config, process, source, output=output)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run.run(model_path, ready_timeout=environment.engine_ready_timeout))
-    finally:
-        output.close()
+    run = BatchRun(config, process, source, output=output, num_left=num_left)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run.run(model_path, ready_timeout=environment.engine_ready_timeout))
 
 
 class BatchRun:
     """One run over an input file, on one event loop."""
 
-    def __init__(self, config: ServeConfig, process: EngineProcess, source: Path, *, output: BatchOutput) -> None:
+    def __init__(
+        self, config: ServeConfig, process: EngineProcess, source: Path, *, output: BatchOutput, num_left: int
+    ) -> None:
         self._config = config
         self._process = process
         self._source = source
         self._output = output
-        self._progress = Progress(count_lines(source), "batch", unit="req", is_shown=sys.stderr.isatty())
+        self._num_left = num_left
         self._is_stopped = False
 
     async def run(self, model_path: Path, *, ready_timeout: float) -> ExitCode:
@@ -107,10 +106,9 @@ class BatchRun:
             log.warning("stopped with %d lines written; run again to go on", self._output.num_done)
             return ExitCode.INTERRUPTED
         finally:
-            self._progress.close()
             if loaded is not None:
                 await unload(loaded.handle, loaded.services, timeout=STOP_SECONDS)
-        log.info("batch complete: lines=%d errors_now=%d", self._output.num_done, self._output.num_errors)
+        log.info("batch complete: %s", self._output.summary())
         return ExitCode.OK
 
     def _on_signal(self, task: asyncio.Task[ExitCode]) -> None:
@@ -130,10 +128,21 @@ class BatchRun:
         async def answer(line: InputLine) -> None:
             if not self._output.has(line):
                 self._output.add(await _answer_line(caller, line))
-            self._progress.advance()
+                progress.advance()
 
         lines = read_lines(self._source, max_bytes=config.server.max_body_bytes)
-        await run_window(lines, answer, size=window_size(config))
+        progress = self._progress()
+        try:
+            await run_window(lines, answer, size=window_size(config))
+        finally:
+            progress.close()
+
+    def _progress(self) -> Progress:
+        total = count_lines(self._source)
+        num_before = total - self._num_left
+        if sys.stderr.isatty():
+            return ProgressBar(total, "batch", unit="req", num_before=num_before)
+        return ProgressLines(total, "lines", num_before=num_before)
 
 
 async def _answer_line(caller: AsgiCaller, line: InputLine) -> BatchLine:

@@ -27,6 +27,11 @@ _HEADERS: Final = (
 _encode = msgspec.json.Encoder().encode
 
 
+def named_event(name: str, fields: object) -> bytes:
+    """Give one event with its name, for APIs whose clients go by names."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode(fields) + b"\n\n"
+
+
 class ChunkWriter:
     """Writes the chunks of one stream: what all of them share is encoded once."""
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from serve.checkpoint.runner import describe_model
-from serve.config import EngineConfig, Environment
+from serve.config import EngineConfig, Environment, ServerConfig
 from serve.entrypoints.model_argument import needs_download
 from serve.errors import ConfigError, InvalidRequest
 from serve.model_store import resolve_model
+from serve.renderers.answer_format import check_parser_names
 from serve.renderers.chat_template import ChatTemplate, load_chat_template, make_environment
+
+
+def check_answer_settings(server: ServerConfig) -> None:
+    """Raise ConfigError for a template or a parser that cannot be used, whatever the model is."""
+    check_parser_names(server.tool_call_parser, server.reasoning_parser)
+    if server.chat_template is not None:
+        check_chat_template(server.chat_template)
 
 
 def check_chat_template(value: str) -> None:

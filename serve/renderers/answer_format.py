@@ -104,19 +104,12 @@ class AnswerFormat:
                 return None
         return ReasoningBounds(row.ends[0], self._encode(row.ends[0]), start_id, budget)
 
-    def count_reasoning_tokens(self, spec: AnswerSpec, token_ids: Sequence[int]) -> int:
-        """Count the tokens up to the end of the thoughts, marks included; 0 without thoughts.
-
-        Bytes stand for characters here: every mark is ASCII, and a token may hold a part of a character.
-        """
+    def new_counter(self, spec: AnswerSpec) -> ReasoningCounter | None:
+        """Give the counter of one answer's thoughts, None when none are looked for."""
+        if self.reasoning is None:
+            return None
         splitter = self._splitter(spec, drop, drop, Calls(EventLog(), spec.tools))
-        if splitter is None:
-            return 0
-        for index, token_id in enumerate(token_ids):
-            splitter.feed(self._tokenizer.token_to_bytes(token_id).decode("latin-1"))
-            if splitter.is_past:
-                return index + 1 if splitter.has_thoughts else 0
-        return len(token_ids) if splitter.has_thoughts else 0
+        return None if splitter is None else ReasoningCounter(self._tokenizer, splitter)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         token_id = self._tokenizer.token_to_id(text)
@@ -148,6 +141,31 @@ class AnswerFormat:
         return ThoughtSplitter(row, begins_thinking=is_open or row.begins_thinking, thoughts=thoughts, rest=rest)
 
 
+class ReasoningCounter:
+    """Counts the tokens of one answer up to the end of its thoughts, marks included.
+
+    Bytes stand for characters here: every mark is ASCII, and a token may hold a part of a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, splitter: ThoughtSplitter | HarmonyParser) -> None:
+        self._tokenizer = tokenizer
+        self._splitter = splitter
+        self._num_read = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the thoughts so far; 0 while there are none."""
+        return self._num_read if self._splitter.has_thoughts else 0
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens; nothing is read behind the thoughts."""
+        for token_id in token_ids:
+            if self._splitter.is_past:
+                return
+            self._splitter.feed(self._tokenizer.token_to_bytes(token_id).decode("latin-1"))
+            self._num_read += 1
+
+
 class AnswerParser:
     """Reads the text of one answer: thoughts, then calls in what is left."""
 
@@ -161,11 +179,6 @@ class AnswerParser:
         first = splitter or call_parser
         assert first is not None, "an answer without parts needs no parser"
         self._feed: Callable[[str], None] = first.feed
-
-    @property
-    def is_reasoning(self) -> bool:
-        """True while the text that comes next is inside the thoughts."""
-        return self._splitter is not None and self._splitter.is_reasoning
 
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of text and give what became certain."""
@@ -190,11 +203,21 @@ def choose_answer_format(
     """
     tools = tool_parser or detect_tools(tokenizer, template_text) or NONE
     reasoning = reasoning_parser or detect_reasoning(tokenizer, template_text) or NONE
-    return AnswerFormat(
-        tokenizer,
-        _row("--tool-call-parser", tools, TOOL_FORMATS),
-        _row("--reasoning-parser", reasoning, REASONING_FORMATS),
-    )
+    return AnswerFormat(tokenizer, _tool_row(tools), _reasoning_row(reasoning))
+
+
+def check_parser_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ConfigError for an unknown name; None and "none" pass."""
+    _tool_row(tool_parser or NONE)
+    _reasoning_row(reasoning_parser or NONE)
+
+
+def _tool_row(name: str) -> ToolFormat | None:
+    return _row("--tool-call-parser", name, TOOL_FORMATS)
+
+
+def _reasoning_row(name: str) -> ReasoningFormat | None:
+    return _row("--reasoning-parser", name, REASONING_FORMATS)
 
 
 def _row(flag: str, name: str, table: Mapping[str, T]) -> T | None:

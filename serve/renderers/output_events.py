@@ -47,10 +47,6 @@ Event = ContentDelta | ReasoningDelta | CallStart | CallDelta
 class OutputParser(Protocol):
     """Reads the text of one answer; one instance an answer, nothing shared."""
 
-    @property
-    def is_reasoning(self) -> bool:
-        """True while the text that comes next is inside the thoughts."""
-
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of text and give what became certain."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from serve.renderers.text_reader import LineTrimmer, Marks, Sink, Steps, TextOver, TextReader, is_cut_mark
+from serve.renderers.text_reader import LineTrimmer, Marks, Sink, Steps, TextOver, TextReader, finish_reading
 
 # What begins a turn in the templates of the families: marks of thoughts before the last of these are not the answer's.
 _TURN_STARTS: Final = (
@@ -103,11 +103,6 @@ class ThoughtSplitter:
         self.has_thoughts = begins_thinking
         self.is_past = False
 
-    @property
-    def is_reasoning(self) -> bool:
-        """True while the text that comes next is inside the thoughts."""
-        return self.has_thoughts and not self.is_past
-
     def feed(self, text: str) -> None:
         """Take the next piece of text."""
         self._reader.push(text)
@@ -115,11 +110,9 @@ class ThoughtSplitter:
 
     def finish(self, *, was_cut: bool) -> None:
         """Give what was held back, but not a mark that was cut."""
-        self._reader.end()
-        next(self._steps, None)
-        text = self._reader.release() + self._reader.rest()
-        if not (was_cut and is_cut_mark(text)):
-            (self._thoughts if self.is_reasoning else self._rest)(text)
+        text = finish_reading(self._reader, self._steps, was_cut=was_cut)
+        is_inside = self.has_thoughts and not self.is_past
+        (self._thoughts if is_inside else self._rest)(text)
 
     def _run(self) -> Steps[None]:
         try:

@@ -83,7 +83,7 @@ def input_limit(params: TokenizeParams) -> int | None:
     total, output, keep = params.max_total_tokens, params.max_output_tokens, params.truncate_prompt_tokens
     if total is not None and output > total:
         raise InvalidRequest(
-            f"max_tokens={output} exceeds the context length max_model_len={total}; lower max_tokens",
+            f"max_tokens={output} exceeds max_model_len={total}; lower it to at most {total}",
             param="max_tokens",
             code=TOO_LONG,
         )
@@ -186,13 +186,21 @@ class ChatRenderer:
         """Give the text of token ids."""
         return await self._run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    async def warm_up(self) -> None:
-        """Compile the template and run the tokenizer once, so that the first request does not pay for it."""
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Give the vocabulary's own text of each id."""
+        return await self._run(lambda: [self._tokenizer.id_to_token(token_id) for token_id in token_ids])
+
+    async def warm_up(self, *, expects_chat: bool = True) -> None:
+        """Compile the template and run the tokenizer once, so that the first request does not pay for it.
+
+        expects_chat False says that a model without a usable template is nothing to tell of.
+        """
         params = TokenizeParams(add_special_tokens=False, max_total_tokens=None)
         try:
             await self.render_chat(ChatRenderRequest([{"role": "user", "content": "warm-up"}], params))
         except InvalidRequest as error:
-            log.info("chat is not available or refuses a one-message chat: %s", error)
+            level = logging.INFO if expects_chat else logging.DEBUG
+            log.log(level, "chat is not available or refuses a one-message chat: %s", error)
             await self.render_text("warm-up", params)
 
     def close(self) -> None:

@@ -222,6 +222,14 @@ def is_cut_mark(text: str) -> bool:
     return len(text) > 1 and text[0] in "<["
 
 
+def finish_reading(reader: TextReader, steps: Steps[None], *, was_cut: bool) -> str:
+    """End the text of a grammar and give what it held back, but not a mark that was cut."""
+    reader.end()
+    next(steps, None)
+    text = reader.release() + reader.rest()
+    return "" if was_cut and is_cut_mark(text) else text
+
+
 class LineTrimmer:
     """Passes text on without one line break at its beginning and one at its end."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from serve.kernels.attention import KVCache
 from serve.models.registry import CausalLM
 from serve.wire.frontend import LogprobsLists
-from serve.wire.step import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from serve.wire.step import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from serve.worker.block_tables import BlockTables
 from serve.worker.input_batch import InputBatch, InputBatchBuilder, gather_prompt_embeds
 from serve.worker.logits_processors import ProcessorChain, ProcessorRequest
@@ -63,17 +63,9 @@ class ModelRunner:
         logprobs_mode: str,
         processors: ProcessorChain,
     ) -> None:
-        max_num_blocks = -(-(limits.max_model_len + 1) // limits.block_size)
         self._model = model
         self._kv_caches = kv_caches
-        self._states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.vocab_size)
-        self._block_tables = BlockTables(limits.max_num_seqs, max_num_blocks, limits.block_size)
-        self._builder = InputBatchBuilder(
-            self._states,
-            self._block_tables,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_num_blocks=max_num_blocks,
-        )
+        self._states, self._block_tables, self._builder = new_request_arrays(limits)
         self._sampler = Sampler(limits.vocab_size, logprobs_mode, processors)
         self._processors = processors
         self._as_logprobs = logprobs_mode.endswith("logprobs")
@@ -137,15 +129,7 @@ class ModelRunner:
             self._refused.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._add_request(new)
-        cached = scheduler_output.scheduled_cached_reqs
-        if not cached.req_ids:
-            return
-        req_id_to_index = self._states.req_id_to_index
-        req_indices = [req_id_to_index[req_id] for req_id in cached.req_ids]
-        self._states.num_computed_tokens[req_indices] = cached.num_computed_tokens
-        for req_index, block_ids in zip(req_indices, cached.new_block_ids, strict=True):
-            if block_ids:
-                self._block_tables.append_blocks(req_index, block_ids)
+        follow_cached_requests(scheduler_output.scheduled_cached_reqs, self._states, self._block_tables)
 
     def _add_request(self, new: NewRequestData) -> None:
         """Take in a new or resumed request."""
@@ -242,6 +226,28 @@ class ModelRunner:
             for req_id, token_id in zip(batch.req_ids, token_ids, strict=True):
                 if token_id != FAILED:
                     self._processors.append(req_id, token_id)
+
+
+def new_request_arrays(limits: RunnerLimits) -> tuple[RequestStates, BlockTables, InputBatchBuilder]:
+    """Give the persistent arrays of requests, and what packs the inputs of a step from them."""
+    max_num_blocks = -(-(limits.max_model_len + 1) // limits.block_size)
+    states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.vocab_size)
+    block_tables = BlockTables(limits.max_num_seqs, max_num_blocks, limits.block_size)
+    builder = InputBatchBuilder(
+        states, block_tables, max_num_tokens=limits.max_num_batched_tokens, max_num_blocks=max_num_blocks
+    )
+    return states, block_tables, builder
+
+
+def follow_cached_requests(cached: CachedRequestData, states: RequestStates, block_tables: BlockTables) -> None:
+    """Take over what the scheduler says of requests that the worker knows already."""
+    if not cached.req_ids:
+        return
+    req_indices = [states.req_id_to_index[req_id] for req_id in cached.req_ids]
+    states.num_computed_tokens[req_indices] = cached.num_computed_tokens
+    for req_index, block_ids in zip(req_indices, cached.new_block_ids, strict=True):
+        if block_ids:
+            block_tables.append_blocks(req_index, block_ids)
 
 
 def _fill_output(output: ModelRunnerOutput, order: list[int], sampled: SamplerOutput) -> None:

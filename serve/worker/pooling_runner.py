@@ -17,10 +17,8 @@ from serve.models.pooler import PartialPool
 from serve.models.pooling import PoolingModel, StepInputs
 from serve.pooling_params import PoolingParams
 from serve.wire.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from serve.worker.block_tables import BlockTables
-from serve.worker.input_batch import InputBatch, InputBatchBuilder
-from serve.worker.model_runner import RunnerLimits
-from serve.worker.request_states import RequestStates
+from serve.worker.input_batch import InputBatch
+from serve.worker.model_runner import RunnerLimits, follow_cached_requests, new_request_arrays
 
 
 @dataclass(slots=True)
@@ -35,17 +33,9 @@ class PoolingRunner:
     """Holds the state of all running requests of a pooling model and computes their steps."""
 
     def __init__(self, model: PoolingModel, kv_caches: list[KVCache], limits: RunnerLimits) -> None:
-        max_num_blocks = -(-(limits.max_model_len + 1) // limits.block_size)
         self._model = model
         self._kv_caches = kv_caches
-        self._states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.vocab_size)
-        self._block_tables = BlockTables(limits.max_num_seqs, max_num_blocks, limits.block_size)
-        self._builder = InputBatchBuilder(
-            self._states,
-            self._block_tables,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_num_blocks=max_num_blocks,
-        )
+        self._states, self._block_tables, self._builder = new_request_arrays(limits)
         self._requests: dict[str, _Pooled] = {}
 
     @torch.inference_mode()
@@ -68,13 +58,7 @@ class PoolingRunner:
             self._requests.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._add_request(new)
-        cached = scheduler_output.scheduled_cached_reqs
-        for req_id, block_ids, num_computed_tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            req_index = self._states.req_id_to_index[req_id]
-            self._states.num_computed_tokens[req_index] = num_computed_tokens
-            self._block_tables.append_blocks(req_index, block_ids)
+        follow_cached_requests(scheduler_output.scheduled_cached_reqs, self._states, self._block_tables)
 
     def _add_request(self, new: NewRequestData) -> None:
         params = new.pooling_params

@@ -87,6 +87,12 @@ def test_tokens_are_counted_as_a_message_reports_them(client: anthropic.Anthropi
     assert counted.input_tokens == ask(client, system="You paint.", max_tokens=1).usage.input_tokens
 
 
+def test_models_are_listed_and_retrieved(client: anthropic.Anthropic) -> None:
+    (listed,) = client.models.list()
+    assert (listed.type, listed.id, listed.display_name) == ("model", BUILT_IN, BUILT_IN)
+    assert client.models.retrieve(BUILT_IN) == listed
+
+
 def test_answer_goes_on_from_a_last_turn_of_the_assistant(client: anthropic.Anthropic) -> None:
     whole = text_of(ask(client))
     begun = whole[: whole.index(" ") + 1].rstrip()

@@ -64,6 +64,7 @@ def test_every_line_is_answered_and_a_bad_one_has_its_error(tiny_model: Path, ti
     assert lines[None]["response"] is None
     assert lines[None]["error"]["message"].startswith("line 25: JSON is malformed")
     assert len({line["id"] for line in lines.values()}) == 25
+    assert "batch complete: lines=25 errors=4 (4 new)" in log.read_text()
 
 
 def test_a_run_that_was_killed_goes_on_without_repeating_a_line(tiny_model: Path, tmp_path: Path) -> None:
@@ -89,6 +90,20 @@ def test_a_run_that_was_killed_goes_on_without_repeating_a_line(tiny_model: Path
     lines = lines_of(target)
     assert sorted(line["custom_id"] for line in lines) == sorted(f"r{i}" for i in range(24))
     assert target.read_bytes().splitlines()[: len(before)] == before
+
+
+def test_a_batch_that_is_complete_loads_no_model(tmp_path: Path) -> None:
+    source, target, log = tmp_path / "in", tmp_path / "out", tmp_path / "log"
+    source.write_text(batch_line("a", {"prompt": "x"}) + "\n" + batch_line("b", {}, "/nowhere") + "\n")
+    answers = [
+        {"id": "1", "custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {}}},
+        {"id": "2", "custom_id": "b", "error": {"code": "invalid_line", "message": "no such path"}},
+    ]
+    target.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    before = target.read_bytes()
+    assert start(tmp_path / "no-model", source, target, log=log).wait(LIMIT_S) == 0, log.read_text()
+    assert "batch complete: lines=2 errors=1 (0 new); nothing was left to do" in log.read_text()
+    assert target.read_bytes() == before
 
 
 def test_what_cannot_work_ends_at_once_with_one_line(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_h10_error_messages_hold_no_paths_or_addresses(server: Server) -> None:
         {"messages": messages("x"), "max_tokens": 2.5},
         {"messages": messages("x"), "logit_bias": {"a": 1}},
         {"messages": messages("x"), "chat_template_kwargs": {"messages": 1}},
-        {"messages": messages("x"), "response_format": {"type": "json_object"}},
+        {"messages": messages("x"), "response_format": {"type": "yaml"}},
         {"messages": messages("x"), "stop": [""]},
     ]
     for body in bodies:

@@ -159,7 +159,7 @@ def test_p11_sigterm_refuses_new_work_and_a_second_signal_stops_at_once(built_in
         results: list[Stream] = []
         thread = long_stream(server, results, 8000)
         server.terminate()
-        wait_until(lambda: server.status("/ready") == 503, 5, "/ready turns 503")
+        wait_until(lambda: server.status("/ready") == 503, 30, "/ready turns 503")
         error = expect_refusal(post(server, "/v1/completions", {"prompt": "x"}), 503)
         assert error["code"] == "draining"
         assert alive(tree) == tree

@@ -113,7 +113,8 @@ def reference_state(reader: GGUFReader, heads: dict[str, int]) -> dict[str, torc
 
 @pytest.fixture(scope="module")
 def reference(gguf: Path) -> LlamaForCausalLM:
-    torch.set_num_threads(2)
+    # Two threads of the reference's own pool wait for each other by spinning, which collapses beside a busy server.
+    torch.set_num_threads(1)
     reader = GGUFReader(gguf)
 
     def value(name: str) -> float:

@@ -15,7 +15,8 @@ WANTED = (
     + [f"l{i}" for i in range(1, 8)]
     + [f"o{i}" for i in range(1, 9)]
     + [f"h{i}" for i in range(1, 11)]
-    + [f"w{i}" for i in range(1, 4)]
+    + [f"g{i}" for i in range(1, 7)]
+    + [f"w{i}" for i in range(1, 5)]
 )
 
 
@@ -25,7 +26,7 @@ def test_every_check_has_a_test() -> None:
         for source in sources_of_tests()
         if source.name.startswith(("e2e/", "faults/"))
         for name, _ in functions(source.tree)
-        if (match := re.match(r"test_([priskolhw]\d+)_", name))
+        if (match := re.match(r"test_([priskolhgw]\d+)_", name))
     }
     assert sorted(set(WANTED) - named) == []
     assert sorted(named - set(WANTED)) == []

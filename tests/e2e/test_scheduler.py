@@ -176,7 +176,7 @@ def test_s8_hang_ups_are_counted_as_aborts(server: Server) -> None:
     before = aborts()
     with open_stream(server, COMPLETIONS, {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}) as response:
         next(response.iter_lines())
-    wait_until(lambda: aborts() > before, 5, "the abort is counted")
+    wait_until(lambda: aborts() > before, 30, "the abort is counted")
     assert aborts() == before + 1
 
 
@@ -187,7 +187,7 @@ def test_s9_a_request_that_leaves_the_queue_never_runs(one_at_a_time_server: Ser
     with background(server, prompt="One, two,", max_tokens=BUSY_TOKENS, ignore_eos=True) as running:
         with pytest.raises(httpx.ReadTimeout):
             server.client.post(COMPLETIONS, json={"prompt": "never", "max_tokens": 500}, timeout=0.4)
-        wait_until(lambda: server.metric("num_requests_waiting") == 0, 2, "the queue is empty")
+        wait_until(lambda: server.metric("num_requests_waiting") == 0, 30, "the queue is empty")
         answer = running.result(60)
     server.wait_idle()
     assert server.metric("prompt_tokens_total") == before + usage_of(answer)["prompt_tokens"]
@@ -197,7 +197,7 @@ def test_s10_a_prompt_that_does_not_fit_now_waits_without_thrashing(tight: Serve
     """20 of 40 blocks are held by a running request; a prompt of 26 blocks waits for it."""
     before = tight.metric("num_preemptions_total")
     with background(tight, prompt=[50] * 320, max_tokens=40, ignore_eos=True) as first:
-        wait_until(lambda: tight.metric("kv_cache_usage_perc") >= 0.5, 10, "the first holds its 20 blocks")
+        wait_until(lambda: tight.metric("kv_cache_usage_perc") >= 0.5, 60, "the first holds its 20 blocks")
         with background(tight, prompt=[60] * 416, max_tokens=4, ignore_eos=True) as second:
             saw_waiting = tight.metric("num_requests_waiting")
             first.result(60)
@@ -249,7 +249,7 @@ def test_s12_pause_keep_freezes_a_stream_and_resume_continues_it(tight: Server) 
 
 def test_s13_pause_abort_ends_running_requests_and_new_ones_wait(tight: Server) -> None:
     with background(tight, prompt="Once upon", max_tokens=400, ignore_eos=True) as running:
-        wait_until(lambda: tight.metric("num_requests_running") == 1, 5, "it runs")
+        wait_until(lambda: tight.metric("num_requests_running") == 1, 30, "it runs")
         assert tight.client.post("/pause", params={"mode": "abort"}).status_code == 200
         aborted = running.result(10)
         assert choice_of(aborted)["finish_reason"] == "abort"

@@ -184,6 +184,16 @@ def test_g5_a_slow_grammar_delays_nobody_and_shows_as_deferred(tiny: Server) -> 
     wait_until(lambda: tiny.metric("num_requests_waiting") == 0, 10, "nobody waits")
 
 
+def test_g4_a_grammar_of_thousands_of_nested_rules_does_not_end_the_engine(tiny: Server) -> None:
+    """The library follows rules by recursion, which overflows a stack of the usual size."""
+    num_rules = 3500
+    rules = "\n".join(f"t{i}: t{i + 1}" for i in range(num_rules))
+    grammar = f'start: t0\n{rules}\nt{num_rules}: "z"'
+    body = {"prompt": "Q", "max_tokens": 2, "structured_outputs": {"grammar": grammar}}
+    assert post(tiny, "/v1/completions", body).status_code in (200, 400)
+    assert choice_of(complete(tiny, "Q", max_tokens=2, ignore_eos=True))["finish_reason"] == "length"
+
+
 def test_g6_free_requests_beside_constrained_ones_keep_their_text(server: Server) -> None:
     prompt = "The three primary colours are"
     alone = text_of(complete(server, prompt, max_tokens=24, ignore_eos=True))

@@ -158,7 +158,7 @@ def test_what_does_not_finish_in_the_shutdown_timeout_gets_an_error(tiny_model: 
 
         reader = pool.submit(stream)
         assert begun.wait(10)
-        wait_until(lambda: server.metric("num_requests_running") >= 2, 5, "both run")
+        wait_until(lambda: server.metric("num_requests_running") >= 2, 30, "both run")
         server.terminate()
         assert server.wait_exit(10) == 0
         reader.result(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,8 @@ from serve.wire.frontend import SetVocabulary
 
 _MAX_LEXER_STATES: Final = 50_000  # about 2 kB each
 _MAX_ITEMS_IN_ROW: Final = 25_000  # an object with n optional properties takes 4 n
+# The loop fills it again for each request, while all others wait.
+FIRST_MASK_SECONDS: Final = 0.25
 _MISFIT: Final = "doesn't satisfy the grammar"
 _TOO_COMPLEX: Final = "the constraint cannot be followed further: "
 _QUIET: Final = 0
@@ -24,6 +27,8 @@ _PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _IN_SCHEMA: Final = "failed to compile JSON schema: "
 _IN_REGEX: Final = re.compile(r'invalid regex ".*?" \(in regex\): ', re.DOTALL)
 _UNKNOWN_KEYS: Final = re.compile(r"Unimplemented keys: \[(.*)\]")
+# The library asserts that its own tables are large enough.
+_PANIC: Final = "panic: "
 _MAX_MESSAGE: Final = 400
 
 
@@ -64,7 +69,9 @@ class LLGuidanceBackend:
     mask_words is the length of a mask row. end_token_ids are the ids below 32 * mask_words that end an answer.
     """
 
-    def __init__(self, message: SetVocabulary) -> None:
+    def __init__(self, message: SetVocabulary, *, first_mask_seconds: float = FIRST_MASK_SECONDS) -> None:
+        """A constraint whose first mask takes more than first_mask_seconds of processor time is refused."""
+        self._first_mask_seconds = first_mask_seconds
         self._vocabulary = _Vocabulary(message)
         ends = list(message.eos_token_ids)
         self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary), eos_token=ends or None)
@@ -86,9 +93,15 @@ class LLGuidanceBackend:
             raise InvalidRequest(f"{constraint.kind} cannot be used as a constraint: {_clean(matcher.get_error())}")
         # An explosive expression shows in its first mask; a copy keeps the original before its first token.
         scratch = matcher.deep_copy()
+        started = time.thread_time()
         scratch.compute_bitmask()
+        seconds = time.thread_time() - started
         if scratch.is_error():
             raise InvalidRequest(f"{constraint.kind} cannot be used as a constraint: {_clean(scratch.get_error())}")
+        if seconds > self._first_mask_seconds:
+            raise InvalidRequest(
+                f"{constraint.kind} cannot be used as a constraint: too many ways to begin; use fewer alternatives"
+            )
         return grammar
 
 
@@ -168,6 +181,8 @@ def _clean(text: str) -> str:
     unknown = _UNKNOWN_KEYS.match(message)
     if unknown is not None:
         message = f"the schema words {unknown.group(1)} are not supported"
+    if message.startswith(_PANIC):
+        message = "it is too large"
     if message.startswith("oneOf constraints"):
         message = "oneOf with alternatives that may overlap is not supported; use anyOf"
     return (where + message)[:_MAX_MESSAGE]

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 COMPILE_SECONDS: Final = 2.0
 QUEUE_SECONDS: Final = 60.0
 MAX_LOST_THREADS: Final = 4
+# The library follows references of rules by recursion: a grammar of thousands would overflow a usual stack.
+# Only what is used is ever backed by memory.
+STACK_BYTES: Final = 512 << 20
 
 Outcome = Grammar | InvalidRequest | RequestFailed
 
@@ -140,7 +143,9 @@ class GrammarCompiler:
         while len(self._threads) < min(self._num_threads, len(self._open)):
             thread = threading.Thread(target=self._run, name="grammar", daemon=True)
             self._threads.append(thread)
+            usual_size = threading.stack_size(STACK_BYTES)
             thread.start()
+            threading.stack_size(usual_size)
 
     def _run(self) -> None:
         me = threading.current_thread()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +25,10 @@ _TOKEN: Final = re.compile(
     re.VERBOSE,
 )
 _ROOT: Final = "root"
+_CHAR: Final = re.compile(r"\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\.|.", re.DOTALL)
+_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"} | {char: char for char in "\\\"'/[]^-"}
+# In a class of a regular expression these would open another class, join two, or end it.
+_CLASS_SIGNS: Final = frozenset("[]&~-^/")
 
 
 @dataclass(slots=True)
@@ -99,7 +105,9 @@ def _add(rule: _Rule, kind: str, token: str, line: int) -> None:
     elif kind == "name":
         rule.pieces.append((token,))
     elif kind == "class":
-        rule.pieces.append("/" + token.replace("/", "\\/") + "/")
+        rule.pieces.append(f"/{_class(token)}/")
+    elif kind == "string":
+        rule.pieces.append(_string(token, line))
     elif kind == "any":
         rule.pieces.append("/(.|\\n)/")
     else:
@@ -108,6 +116,36 @@ def _add(rule: _Rule, kind: str, token: str, line: int) -> None:
             raise InvalidRequest(f"the grammar's line {line} closes a bracket that is not open")
         rule.pieces.append(token)
     rule.can_repeat = kind not in ("repeat", "other") or token == ")"
+
+
+def _string(token: str, line: int) -> str:
+    """Give a quoted text as Lark writes it: as JSON does."""
+    chars: list[str] = []
+    for char in _CHAR.findall(token[1:-1]):
+        if char[0] == "\\" and len(char) > 2:
+            code = int(char[2:], 16)
+            if code > sys.maxunicode or 0xD800 <= code <= 0xDFFF:
+                raise InvalidRequest(f"the grammar's line {line} has {char}, which is no character")
+            chars.append(chr(code))
+        elif char[0] == "\\":
+            if char[1] not in _ESCAPES:
+                raise InvalidRequest(f"the grammar's line {line} has the unknown escape {char}")
+            chars.append(_ESCAPES[char[1]])
+        else:
+            chars.append(char)
+    return json.dumps("".join(chars))
+
+
+def _class(token: str) -> str:
+    """Give a character class as regular expressions write it: there more signs have a meaning."""
+    is_negated = token.startswith("[^") and len(token) > 3
+    chars = [f"\\{char}" if char in _CLASS_SIGNS else char for char in _CHAR.findall(token[1 + is_negated : -1])]
+    parts: list[str] = []
+    while chars:
+        is_range = len(chars) > 2 and chars[1] == "\\-"
+        parts.append(f"{chars[0]}-{chars[2]}" if is_range else chars[0])
+        del chars[: 3 if is_range else 1]
+    return f"[{'^' * is_negated}{''.join(parts)}]"
 
 
 def _close(rule: _Rule | None) -> None:
@@ -124,13 +162,21 @@ def _find_terminals(rules: dict[str, _Rule]) -> set[str]:
 
     The lexer sees them whole, which lets longer and shorter texts with the same beginning stand side by side.
     """
+    users: dict[str, list[str]] = {}
+    num_open: dict[str, int] = {}
+    for name, rule in rules.items():
+        used = set(rule.names())
+        # The root stays a rule, whatever it uses.
+        num_open[name] = len(used) + (name == _ROOT)
+        for other in used:
+            users.setdefault(other, []).append(name)
     terminals: set[str] = set()
-    while True:
-        more = {
-            name
-            for name, rule in rules.items()
-            if name != _ROOT and name not in terminals and all(used in terminals for used in rule.names())
-        }
-        if not more:
-            return terminals
-        terminals |= more
+    pending = [name for name, count in num_open.items() if count == 0]
+    while pending:
+        name = pending.pop()
+        terminals.add(name)
+        for user in users.get(name, ()):
+            num_open[user] -= 1
+            if num_open[user] == 0:
+                pending.append(user)
+    return terminals

@@ -13,7 +13,7 @@ from typing import Final
 from serve.core.structured_output.gbnf import gbnf_to_lark
 from serve.core.structured_output.structural_tag import structural_tag_to_lark
 from serve.errors import InvalidRequest
-from serve.sampling_params import StructuredOutputs
+from serve.sampling_params import SCHEMA_DATA_WORDS, SCHEMA_NAME_WORDS, StructuredOutputs
 
 # A longer run would let a model pad its answer until its tokens are used up.
 WHITESPACE: Final = r"[ \t\n\r]{1,2}"
@@ -22,12 +22,11 @@ MAX_INTERSECTIONS: Final = 14
 # Each pair of them is compared.
 MAX_PATTERN_PROPERTIES: Final = 100
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
-_LARK: Final = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+# A rule start, which may have a sign and options; "start ::=" is a rule of EBNF.
+_LARK: Final = re.compile(r"(?m)^\s*(%llguidance\b|[?!]{0,2}start[ \t]*(\[[^\]\n]*\])?[ \t]*:(?!:=))")
+_EMBEDDED_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 _OPTIONS_LINE: Final = re.compile(r"(?m)^\s*%llguidance\b.*$")
 _LITERAL: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
-# Words whose value maps names to schemas, and words whose value is no schema at all.
-_NAMED_SCHEMAS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA_WORDS: Final = frozenset({"const", "enum", "default", "examples"})
 # Words beside a $ref that hold of the referred schema too.
 _REF_SIBLINGS: Final = frozenset({"pattern", "allOf", "properties", "items", "additionalProperties", "format"})
 
@@ -112,7 +111,19 @@ def _grammar(text: str) -> str:
         raise InvalidRequest(
             f"the grammar has {num_intersections} operators & and ~, the limit is {MAX_INTERSECTIONS}; use fewer"
         )
+    _check_embedded_schemas(body)
     return body
+
+
+def _check_embedded_schemas(body: str) -> None:
+    """Hold the schemas inside a Lark grammar to the limits of schemas; what is none is left to the library."""
+    decoder = json.JSONDecoder()
+    for found in _EMBEDDED_SCHEMA.finditer(body):
+        try:
+            schema, _ = decoder.raw_decode(body, found.end())
+        except (ValueError, RecursionError):
+            continue
+        _check_intersections(schema)
 
 
 def _read_json(text: str, name: str) -> object:
@@ -170,10 +181,10 @@ def _closed(node: object) -> object:
         return node
     closed: dict[str, object] = {}
     for key, value in node.items():
-        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+        if key in SCHEMA_NAME_WORDS and isinstance(value, dict):
             closed[key] = {name: _closed(schema) for name, schema in value.items()}
         else:
-            closed[key] = value if key in _DATA_WORDS else _closed(value)
+            closed[key] = value if key in SCHEMA_DATA_WORDS else _closed(value)
     if isinstance(node.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed

@@ -18,6 +18,7 @@ from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import run_while_connected, wait_for_disconnect
 from serve.entrypoints.openai.generation import Generation, read_body, start_generation
 from serve.entrypoints.openai.protocol import ChatCompletionRequest, parse_request
+from serve.entrypoints.openai.tools import check_tool_count
 from serve.entrypoints.openai.turn import chat_render_request, open_turn
 from serve.entrypoints.sse import start_stream
 from serve.entrypoints.tasks import require_generation
@@ -51,10 +52,10 @@ async def complete_message(generation: Generation, chat: ChatCompletionRequest, 
         await turn.aclose()
     for delta in deltas:
         answer.add(delta.events)
-    has_calls = any(block.kind == "tool_use" for block in answer.blocks)
+    answer.drop_cut_calls()
     message = message_fields(generation.response_id, generation.model)
     message["content"] = answer.content(hides_thoughts=hides_thoughts)
-    message |= stop_fields(deltas[-1], has_calls=has_calls)
+    message |= stop_fields(deltas[-1], has_calls=answer.has_calls)
     message["usage"] = usage(turn)
     return msgspec.json.encode(message)
 
@@ -86,6 +87,7 @@ async def count_tokens(state: AppState, request: Request) -> dict[str, object]:
     body = parse_request(PromptRequest, await read_body(state, request))
     chat = to_chat(body, can_think=services.answer_format.reasoning is not None)
     state.check_model(body.model)
+    check_tool_count(chat.tools or [], state.config.limits)
     no_limit = TokenizeParams(add_special_tokens=chat.add_special_tokens, max_total_tokens=None)
     render = replace(chat_render_request(state, services, chat), tokenize=no_limit)
     prompt = await services.renderer.render_chat(render)

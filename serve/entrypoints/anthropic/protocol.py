@@ -5,17 +5,13 @@ Bounds and sampling ranges are the chat API's: conversion.py makes a chat reques
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from serve.entrypoints.openai.fields import AtMost, Float, Int, Objects, Options, drop_nulls
+from serve.entrypoints.openai.fields import AtMost, Float, Int, Objects, Options, drop_nulls, note_unknown_field
 from serve.entrypoints.openai.protocol import RENAMED
 from serve.errors import InvalidRequest
-from serve.log import log_once
-
-log = logging.getLogger(__name__)
 
 MAX_TOOLS: Final = 1024
 # Fields of the chat API that are taken under the same name.
@@ -157,5 +153,5 @@ class MessagesRequest(PromptRequest):
         extra = self.model_extra or {}
         for name in extra:
             if name not in _TAKEN:
-                log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
+                note_unknown_field(name)
         return {name: value for name, value in extra.items() if name in _TAKEN}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from serve.entrypoints.asgi import JsonObject
 from serve.entrypoints.openai.turn import Turn, TurnDelta
@@ -15,6 +16,12 @@ from serve.errors import RequestFailed
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, Event, ReasoningDelta
 
 _OBJECT: Final = TypeAdapter(dict[str, object])
+# The escapes of a JSON string, a pair of surrogates as one, so that a half of a pair is known by its own match.
+_ESCAPE: Final = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL
+)
+_HALF: Final = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_REPLACEMENT: Final = r"\ufffd"
 
 
 @dataclass(slots=True)
@@ -51,6 +58,15 @@ class AnswerBlocks:
             self.blocks.append(Block(kind))
         return self.blocks[-1]
 
+    @property
+    def has_calls(self) -> bool:
+        """True when there is a call."""
+        return any(block.kind == "tool_use" for block in self.blocks)
+
+    def drop_cut_calls(self) -> None:
+        """Leave out calls whose arguments are no whole object: a client would run them with the half it got."""
+        self.blocks = [block for block in self.blocks if block.kind != "tool_use" or is_whole(block.text)]
+
     def content(self, *, hides_thoughts: bool) -> list[JsonObject]:
         """Give the blocks in the API's form. An answer of nothing is one empty text, which clients look for."""
         return [_content_block(block, hides_thoughts) for block in self.blocks or [Block("text")]]
@@ -68,8 +84,30 @@ def _content_block(block: Block, hides_thoughts: bool) -> JsonObject:
 
 
 def parse_arguments(text: str) -> JsonObject:
-    """Give the object of a call's arguments; of text that was cut short, the values that are whole."""
-    return _OBJECT.validate_json(text, experimental_allow_partial=True) if text else {}
+    """Give the object of a call's arguments; of text that was cut short, the values that are whole.
+
+    Half a surrogate pair, which JSON may write but no text holds, becomes U+FFFD. What no decoder of a client takes
+    either (hundreds of levels, a number of thousands of digits) leaves nothing.
+    """
+    if not text:
+        return {}
+    try:
+        return _OBJECT.validate_json(_ESCAPE.sub(_whole_escape, text), experimental_allow_partial=True)
+    except ValidationError:
+        return {}
+
+
+def is_whole(arguments: str) -> bool:
+    """Tell whether the arguments of a call are a whole JSON object."""
+    try:
+        _OBJECT.validate_json(_ESCAPE.sub(_whole_escape, arguments))
+    except ValidationError:
+        return False
+    return True
+
+
+def _whole_escape(found: re.Match[str]) -> str:
+    return _REPLACEMENT if _HALF.fullmatch(found[0]) else found[0]
 
 
 def sign(thoughts: str) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from serve.entrypoints.anthropic.reply import Block, message_fields, sign, stop_fields, usage
+from serve.entrypoints.anthropic.reply import Block, is_whole, message_fields, sign, stop_fields, usage
 from serve.entrypoints.asgi import JsonObject
 from serve.entrypoints.openai.generation import Generation
 from serve.entrypoints.openai.turn import Turn, TurnDelta
+from serve.entrypoints.sse import named_event
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, Event, ReasoningDelta
-
-_encode = msgspec.json.Encoder().encode
 
 
 class MessageStreamWriter:
@@ -42,9 +39,10 @@ class MessageStreamWriter:
         """Give what ends the message, with its stop reason and the final counts."""
         assert self._last is not None, "a turn ends with the delta that says why"
         end = b"" if self._block is not None or self._index >= 0 else self._start(Block("text"))
+        end += self._stop()
         fields = stop_fields(self._last, has_calls=self._has_calls)
         delta = _event("message_delta", {"delta": fields, "usage": usage(self._turn)})
-        return end + self._stop() + delta + _event("message_stop", {})
+        return end + delta + _event("message_stop", {})
 
     def _write(self, event: Event) -> bytes:
         match event:
@@ -56,9 +54,10 @@ class MessageStreamWriter:
                 self._block.text += text
                 return start if self._hides_thoughts else start + self._delta("thinking_delta", "thinking", text)
             case CallStart(_, call_id, name):
-                self._has_calls = True
                 return self._start(Block("tool_use", call_id=call_id, name=name))
             case CallDelta(_, arguments):
+                assert self._block is not None, "a call has begun"
+                self._block.text += arguments
                 return self._delta("input_json_delta", "partial_json", arguments)
 
     def _enter(self, kind: str) -> bytes:
@@ -78,6 +77,7 @@ class MessageStreamWriter:
         block, self._block = self._block, None
         if block is None:
             return b""
+        self._has_calls |= block.kind == "tool_use" and is_whole(block.text)
         mark = self._delta("signature_delta", "signature", sign(block.text)) if block.kind == "thinking" else b""
         return mark + _event("content_block_stop", {"index": self._index})
 
@@ -96,4 +96,4 @@ def _empty(block: Block) -> JsonObject:
 
 
 def _event(name: str, fields: JsonObject) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
+    return named_event(name, {"type": name, **fields})

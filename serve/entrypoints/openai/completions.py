@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
-from serve.engine.outputs import CompletionOutput, OutputStream, PositionLogprobs, RequestOutput
+from serve.engine.outputs import CompletionOutput, OutputStream, PositionLogprobs, RequestOutput, final_output
 from serve.engine.prompt_embeds import EmbeddedPrompt, decode_all
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import run_while_connected, wait_for_disconnect
@@ -25,7 +25,6 @@ from serve.entrypoints.openai.generation import (
     Generation,
     check_max_tokens,
     detailed_usage,
-    final_output,
     read_body,
     resolve_max_tokens,
     start_generation,

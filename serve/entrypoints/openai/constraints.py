@@ -6,7 +6,6 @@ refusal is a 400 as well.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Final
 
@@ -18,11 +17,20 @@ from serve.entrypoints.openai.protocol import GenerationRequest
 from serve.entrypoints.openai.tools import NO_TOOLS, Tool, ToolUse, is_object
 from serve.errors import InvalidRequest
 from serve.limits import RequestLimits
-from serve.sampling_params import StructuredOutputs
+from serve.sampling_params import SCHEMA_DATA_WORDS, SCHEMA_NAME_WORDS, StructuredOutputs
 
 FIELD: Final = "structured_outputs"
 FORMAT: Final = "response_format"
 _KINDS: Final = "json, regex, choice, grammar, json_object or structural_tag"
+# An escape, a class, the head of a group, a counted repetition, or one character.
+_REGEX_TOKEN: Final = re.compile(
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<\w+>|[a-zA-Z-]*[:)]|<?[=!])|\{\d*,?\d*\}|.", re.DOTALL
+)
+_COUNTED: Final = re.compile(r"\{\d*,?\d*\}")
+# The head of a rule at the start of a line: "name ::=" in EBNF and GBNF, "name:" in Lark.
+_RULE_HEAD: Final = re.compile(
+    r"[ \t]{0,64}[?!]{0,2}<?([A-Za-z_][A-Za-z0-9_-]{0,255})>?(?:\.\d{1,9})?[ \t]{0,64}(?:::=|:(?![:=]))"
+)
 _encode = msgspec.json.encode
 
 
@@ -128,7 +136,8 @@ def _decoded(value: JsonObject | str, param: str, limits: RequestLimits) -> Json
         return value
     _check_size(len(value.encode("utf-8", "replace")), limits.max_schema_bytes, param, "--max-schema-bytes")
     try:
-        decoded: object = json.loads(value)
+        # As strict as the reader of the body: no NaN, no half of a surrogate pair.
+        decoded: object = msgspec.json.decode(value)
     except (ValueError, RecursionError) as error:
         shown = "it nests too deep" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(f"{param} is not valid JSON: {shown}", param=param) from None
@@ -154,13 +163,10 @@ def _patterns(schema: JsonObject) -> list[str]:
             pattern = item.get("pattern")
             if isinstance(pattern, str) and pattern:
                 found.append(pattern)
-            level += [child for key, child in item.items() if key not in _DATA_WORDS]
+            level += [child for key, child in item.items() if key not in SCHEMA_DATA_WORDS]
         elif isinstance(item, list):
             level += item
     return found
-
-
-_DATA_WORDS: Final = frozenset({"const", "enum", "default", "examples"})
 
 
 def _bounded_json(value: JsonObject, param: str, limits: RequestLimits) -> str:
@@ -277,13 +283,6 @@ def check_regex(pattern: str, param: str, limits: RequestLimits) -> None:
             before = "start" if token[0] in "(|" else "atom"
 
 
-# An escape, a class, the head of a group, a counted repetition, or one character.
-_REGEX_TOKEN: Final = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<\w+>|[a-zA-Z-]*[:)]|<?[=!])|\{\d*,?\d*\}|.", re.DOTALL
-)
-_COUNTED: Final = re.compile(r"\{\d*,?\d*\}")
-
-
 def check_grammar(text: str, param: str, limits: RequestLimits) -> None:
     """Refuse a grammar that is blank, too long, or defines a rule twice: only one of the two would count."""
     if not text.strip():
@@ -300,12 +299,6 @@ def check_grammar(text: str, param: str, limits: RequestLimits) -> None:
         if name in seen:
             raise InvalidRequest(f"{param} defines the rule {name[:64]!r} twice; join them with |", param=param)
         seen.add(name)
-
-
-# The head of a rule at the start of a line: "name ::=" in EBNF and GBNF, "name:" in Lark.
-_RULE_HEAD: Final = re.compile(
-    r"[ \t]{0,64}[?!]{0,2}<?([A-Za-z_][A-Za-z0-9_-]{0,255})>?(?:\.\d{1,9})?[ \t]{0,64}(?:::=|:(?![:=]))"
-)
 
 
 def _forced_calls(tool_use: ToolUse, limits: RequestLimits) -> StructuredOutputs:
@@ -364,14 +357,20 @@ def arguments_schema(tool: Tool, param: str) -> JsonObject:
 def _moved(schema: JsonObject, root: str) -> JsonObject:
     """Give a copy of a schema whose references to its own parts fit its new place in a larger one."""
 
-    def copy(value: object) -> object:
+    def copy(value: object, *, holds_names: bool = False) -> object:
         if isinstance(value, list):
             return [copy(item) for item in value]
         if not isinstance(value, dict):
             return value
-        moved = {key: copy(item) for key, item in value.items()}
+        if holds_names:
+            return {name: copy(item) for name, item in value.items()}
+        moved = {
+            key: item if key in SCHEMA_DATA_WORDS else copy(item, holds_names=key in SCHEMA_NAME_WORDS)
+            for key, item in value.items()
+        }
         reference = moved.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
+        # "#name" is an anchor, which stays where it is.
+        if reference == "#" or (isinstance(reference, str) and reference.startswith("#/")):
             moved["$ref"] = root + reference[1:]
         return moved
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: one result for each input."""
+"""Phases 1 and 11 of 11: POST /v1/embeddings, /pooling and /classify: one result for each input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def create_embeddings(state: AppState, request: Request) -> Response:
     body.check_task("embed")
     params = PoolingParams("embed", body.dimensions, body.use_activation)
     results = await _run(generation, body, params, request)
-    return vector_reply(generation, body, results, kind="embedding", key="embedding")
+    return await vector_reply(generation, body, results, kind="embedding", key="embedding")
 
 
 async def create_pooling(state: AppState, request: Request) -> Response:
@@ -42,7 +42,7 @@ async def create_pooling(state: AppState, request: Request) -> Response:
     generation = admit(state, request, body, prefix="pool-", arrival_time=arrival_time)
     params = PoolingParams(task, body.dimensions, body.use_activation)
     results = await _run(generation, body, params, request)
-    return vector_reply(generation, body, results, kind="pooling", key="data")
+    return await vector_reply(generation, body, results, kind="pooling", key="data")
 
 
 async def create_classification(state: AppState, request: Request) -> Response:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from serve.errors import InvalidRequest
 from serve.limits import HIGHEST_LOGIT_BIAS
+from serve.log import log_once
+
+log = logging.getLogger(__name__)
 
 # Bounds on how many values are looked at one by one, so that a hostile body costs no more than its decoding.
 MAX_TOKEN_IDS: Final = 1 << 20
-MAX_MESSAGES: Final = 1 << 16
+MAX_MESSAGES: Final = 1 << 14
 MAX_OPTIONS: Final = 1024
 INT64_MIN: Final = -(2**63)
 INT64_MAX: Final = 2**63 - 1
@@ -26,6 +31,19 @@ def _no_bool(value: object) -> object:
 def drop_nulls(value: object) -> object:
     """Leave out what is null in an object: it means the default."""
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+def note_unknown_field(name: str) -> None:
+    """Say once in the log that a field of a request was ignored."""
+    log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
+
+
+def check_truncation(num_tokens: int | None) -> None:
+    """Refuse a truncate_prompt_tokens that names no length; -1 means the longest that the model takes."""
+    if num_tokens is not None and (num_tokens < -1 or num_tokens == 0):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or at least 1, got {num_tokens}", param="truncate_prompt_tokens"
+        )
 
 
 def _as_list(value: object) -> object:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from serve.engine.outputs import CompletionOutput
+from serve.engine.outputs import CompletionOutput, final_output
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import JsonObject, run_while_connected, wait_for_disconnect
 from serve.entrypoints.openai.completions import CompletionJob, close_all, plan_completion
-from serve.entrypoints.openai.generation import detailed_usage, final_output, read_body, start_generation
+from serve.entrypoints.openai.constraints import with_field
+from serve.entrypoints.openai.generation import detailed_usage, read_body, start_generation
 from serve.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from serve.entrypoints.openai.protocol import CompletionRequest, GenerateRequest, parse_request
 from serve.entrypoints.sse import start_stream
@@ -28,25 +30,36 @@ async def create_generation(state: AppState, request: Request) -> Response:
     arrival_time = time.time()
     state.admitting()
     sent = parse_request(GenerateRequest, await read_body(state, request))
-    completion = _as_completion(sent)
-    generation = start_generation(state, request, completion, prefix="", arrival_time=arrival_time)
-    job = await plan_completion(generation, completion)
-    if completion.stream:
-        return await start_stream(_stream(job), request.receive)
-    body = await run_while_connected(_complete(job), wait_for_disconnect(request.receive))
+    with _own_words(sent):
+        completion = _as_completion(sent)
+        generation = start_generation(state, request, completion, prefix="", arrival_time=arrival_time)
+        job = await plan_completion(generation, completion)
+        if completion.stream:
+            return await start_stream(_stream(job), request.receive)
+        body = await run_while_connected(_complete(job), wait_for_disconnect(request.receive))
     return Response(body, media_type="application/json")
 
 
 def _as_completion(sent: GenerateRequest) -> CompletionRequest:
-    """Give the completion request that runs these ids; its complaints are about sampling_params."""
+    """Give the completion request that runs these ids."""
     given = sent.model_dump(include=set(_BESIDE), exclude_unset=True)
     _check_names(sent.sampling_params)
+    return parse_request(CompletionRequest, {**sent.sampling_params, **given, "prompt": sent.token_ids})
+
+
+@contextmanager
+def _own_words(sent: GenerateRequest) -> Iterator[None]:
+    """Name the fields of this body in refusals of the completion request made of it."""
     try:
-        return parse_request(CompletionRequest, {**sent.sampling_params, **given, "prompt": sent.token_ids})
+        yield
     except InvalidRequest as error:
-        name = error.param or ""
-        is_parameter = name.split(".")[0] in sent.sampling_params
-        raise InvalidRequest(str(error), param=f"sampling_params.{name}" if is_parameter else error.param) from None
+        param = error.param
+        field = (param or "").split(".")[0]
+        if field == "prompt":
+            param = "token_ids"
+        elif field in sent.sampling_params:
+            param = f"sampling_params.{param}"
+        raise InvalidRequest(str(error), param=param, code=error.code) from None
 
 
 def _check_names(sampling_params: Mapping[str, object]) -> None:
@@ -61,6 +74,8 @@ async def _complete(job: CompletionJob) -> bytes:
     streams = await job.submit()
     try:
         result = await final_output(streams[0])
+    except InvalidRequest as error:
+        raise with_field(error, job.completion) from None
     finally:
         await close_all(streams)
     generation = job.generation
@@ -88,6 +103,8 @@ async def _stream(job: CompletionJob) -> AsyncGenerator[bytes, None]:
             choices = [_choice(job, output) for output in hand_over.outputs]
             body = {"request_id": job.generation.response_id, "choices": choices}
             yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+    except InvalidRequest as error:
+        raise with_field(error, job.completion) from None
     finally:
         await close_all(streams)
 

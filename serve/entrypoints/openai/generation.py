@@ -13,7 +13,7 @@ from fastapi import Request
 from serve import __version__
 from serve.engine.beam_search import CANDIDATES_PER_BEAM, BeamStream
 from serve.engine.input_processor import RequestOptions
-from serve.engine.outputs import CompletionOutput, OutputStream, RequestOutput
+from serve.engine.outputs import CompletionOutput, OutputStream
 from serve.engine.prompt_embeds import EmbeddedPrompt
 from serve.entrypoints.app_state import AppState, Phase, Services, check_request_id
 from serve.entrypoints.asgi import read_json
@@ -198,11 +198,3 @@ def detailed_usage(state: AppState, prompt_tokens: int, completion_tokens: int, 
     if state.config.server.enable_prompt_tokens_details:
         counts["prompt_tokens_details"] = {"cached_tokens": cached}
     return counts
-
-
-async def final_output(stream: OutputStream) -> RequestOutput:
-    """Give the only hand-over of a request that is not streamed."""
-    async for output in stream:
-        if output.finished:
-            return output
-    raise RequestFailed("the request ended without an answer", cause="model_error")

@@ -1,4 +1,4 @@
-"""What the endpoints of pooling models share: inputs become prompts, prompts become results, in windows.
+"""Phases 1 and 11 of 11 for pooling models: inputs become prompts, prompts become results, in windows.
 
 A request may hold thousands of texts. Only so many of them are in the engine at a time, so that one request does not
 fill the waiting queue.
@@ -17,7 +17,8 @@ from fastapi.responses import Response
 
 from serve.engine.async_llm import RequestStream
 from serve.engine.input_processor import RequestOptions
-from serve.entrypoints.openai.generation import Generation, final_output
+from serve.engine.outputs import final_output
+from serve.entrypoints.openai.generation import Generation
 from serve.entrypoints.openai.pooling_protocol import InputRequest, PoolingBody
 from serve.entrypoints.openai.prompts import TextOrIds, holds_many, read_text, split_prompts
 from serve.errors import InvalidRequest, RequestFailed
@@ -124,13 +125,29 @@ class PoolingJob:
             for prompt in prompts:
                 if len(streams) >= _WINDOW:
                     results.append(await self._result(streams))
+                    self._check_size(results, prompts)
                 streams.append(await self._submit(prompt, params))
             while streams:
                 results.append(await self._result(streams))
+                self._check_size(results, prompts)
         finally:
             for stream in streams:
                 await stream.aclose()
         return results
+
+    def _check_size(self, results: Sequence[Pooled], prompts: Sequence[PairTokens]) -> None:
+        """Refuse more numbers than one answer may hold, as soon as the first result shows how many there will be."""
+        if len(results) != 1:
+            return
+        values = results[0].values
+        num_rows = len(prompts) if values.ndim == 1 else sum(len(prompt.token_ids) for prompt in prompts)
+        size, limit = num_rows * values.shape[-1], self._generation.state.config.limits.max_num_results
+        if size > limit:
+            raise InvalidRequest(
+                f"the results of input are {size} numbers, the limit is {limit}; send less or start the server "
+                "with a larger --max-num-results",
+                param="input",
+            )
 
     async def _submit(self, prompt: PairTokens, params: PoolingParams) -> RequestStream:
         body, generation = self._body, self._generation

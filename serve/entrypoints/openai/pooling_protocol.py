@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from serve.entrypoints.openai.fields import AtMost, Int, Objects, Options
+from serve.entrypoints.openai.fields import AtMost, Int, Objects, Options, check_truncation, note_unknown_field
 from serve.errors import InvalidRequest
-from serve.log import log_once
 from serve.pooling_params import PoolingTask
-
-log = logging.getLogger(__name__)
 
 _RENAMED: Final = {
     "normalize": "use_activation",
@@ -39,17 +35,11 @@ class PoolingBody(BaseModel):
 
     def check(self) -> None:
         """Check what involves several fields. Raises InvalidRequest."""
-        if self.truncate_prompt_tokens is not None and (
-            self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0
-        ):
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
-                param="truncate_prompt_tokens",
-            )
+        check_truncation(self.truncate_prompt_tokens)
         for name in self.model_extra or {}:
             if name in _RENAMED:
                 raise InvalidRequest(f"{name} is not supported; use {_RENAMED[name]}", param=name)
-            log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
+            note_unknown_field(name)
 
 
 class InputRequest(PoolingBody):

@@ -6,7 +6,6 @@ checked in serve/sampling_params.py, those that need the model in engine/input_p
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, Self, TypeVar
@@ -28,14 +27,13 @@ from serve.entrypoints.openai.fields import (
     StructuredOutputsBody,
     TokenIds,
     XArgs,
+    check_truncation,
     drop_nulls,
+    note_unknown_field,
 )
 from serve.entrypoints.openai.tools import check_tools
 from serve.errors import InvalidRequest
-from serve.log import log_once
 from serve.sampling_params import OutputKind, RepetitionDetection, SamplingParams
-
-log = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS: Final = 16
 RENAMED: Final = {
@@ -180,13 +178,7 @@ class GenerationRequest(BaseModel):
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs not in (None, 0):
             raise InvalidRequest("prompt_logprobs cannot be streamed; send stream: false", param="prompt_logprobs")
-        if self.truncate_prompt_tokens is not None and (
-            self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0
-        ):
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
-                param="truncate_prompt_tokens",
-            )
+        check_truncation(self.truncate_prompt_tokens)
         self._check_beam_search()
         best_of = (self.model_extra or {}).get("best_of")
         if best_of not in (None, 1, self.n):
@@ -215,7 +207,7 @@ class GenerationRequest(BaseModel):
         if modalities is not None and modalities != ["text"]:
             raise InvalidRequest('modalities must be ["text"]; this server answers with text only', param="modalities")
         for name in extra.keys() - self.IGNORED - UNSUPPORTED.keys():
-            log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
+            note_unknown_field(name)
 
 
 class ChatCompletionRequest(GenerationRequest):

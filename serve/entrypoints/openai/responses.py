@@ -32,7 +32,7 @@ from serve.entrypoints.openai.responses_store import EventLog, StoredResponse
 from serve.entrypoints.openai.responses_stream import ResponseWriter
 from serve.entrypoints.openai.turn import Turn, chat_render_request, open_turn
 from serve.entrypoints.sse import start_stream
-from serve.errors import InvalidRequest
+from serve.errors import InvalidRequest, Overloaded
 from serve.renderers.renderer import TOO_LONG
 
 
@@ -229,7 +229,14 @@ async def _start_background(job: ResponseJob, request: Request) -> Response:
     record = job.record
     record.is_background = True
     record.events = EventLog() if job.body.stream else None
-    store.add_running(record)
+    if record.response_id in store:
+        record.rename(new_id("resp_"))
+    try:
+        store.add_running(record)
+    except Overloaded:
+        # Others have begun while this one was on its way.
+        await turn.aclose()
+        raise
     job.writer.open()
     job.log_events()
     answer = record.body()

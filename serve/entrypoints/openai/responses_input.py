@@ -1,4 +1,4 @@
-"""Items of the Responses API: what a request brings, checked and with ids, and the chat messages they stand for."""
+"""Phase 1 of 11 of the Responses API: items, checked and with ids, and the chat messages they stand for."""
 
 from __future__ import annotations
 
@@ -35,11 +35,22 @@ def read_input(value: object, find_item: FindItem) -> list[Item]:
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(f"input must hold at most {MAX_MESSAGES} items, got {len(value)}", param="input")
     items: list[Item] = []
+    referenced: set[str] = set()
     for index, item in enumerate(value):
         path = f"input.{index}"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object", param=path)
-        items.append(_read_item(item, path, find_item))
+        read = _read_item(item, path, find_item)
+        if item.get("type") == "item_reference":
+            item_id = str(read["id"])
+            if item_id in referenced:
+                # A short request could grow to any size.
+                raise InvalidRequest(
+                    f"{path} refers to the item {item_id[:80]!r} again; a conversation has an item once",
+                    param=f"{path}.id",
+                )
+            referenced.add(item_id)
+        items.append(read)
     return items
 
 

@@ -1,4 +1,4 @@
-"""What a Response is made of: the items of its output, its counts, and the object around them."""
+"""Phase 11 of 11 of the Responses API: the items of an output, its counts, and the object around them."""
 
 from __future__ import annotations
 

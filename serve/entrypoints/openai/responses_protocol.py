@@ -6,7 +6,6 @@ asked: everything that the two share is checked by the chat request's own types.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from serve.entrypoints.openai.fields import MAX_OPTIONS, AtMost, Int, Objects, Options, drop_nulls
+from serve.entrypoints.openai.fields import MAX_OPTIONS, AtMost, Int, Objects, Options, drop_nulls, note_unknown_field
 from serve.entrypoints.openai.protocol import RENAMED, ChatCompletionRequest, parse_request
 from serve.errors import InvalidRequest
-from serve.log import log_once
-
-log = logging.getLogger(__name__)
 
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDABLE: Final = (
@@ -104,14 +100,11 @@ _PARAM_WORDS: Final = (
     (re.compile(r"^max_(?:completion_)?tokens$"), "max_output_tokens"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
-    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
     (re.compile(r"^(tools\.\d+)\.function\b"), r"\1"),
-    (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
 )
 _TEXT_WORDS: Final = (
     (re.compile(r"\bmax_(?:completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\bresponse_format(?:\.json_schema)?\b"), "text.format"),
-    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"\b(tools\.\d+)\.function\b"), r"\1"),
     (re.compile(r"\bset truncate_prompt_tokens\b"), "send truncation: auto"),
 )
@@ -204,7 +197,7 @@ class ResponsesRequest(BaseModel):
             if name in UNSUPPORTED:
                 raise InvalidRequest(f"{name} is not supported: {UNSUPPORTED[name]}", param=name)
             if name not in PASSED and name not in IGNORED and name not in RENAMED:
-                log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
+                note_unknown_field(name)
 
     def chat_request(self, messages: Sequence[Mapping[str, object]]) -> ChatCompletionRequest:
         """Give the chat request over these messages. Raises InvalidRequest in the words of this API."""

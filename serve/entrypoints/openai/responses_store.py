@@ -61,6 +61,7 @@ class StoredResponse:
         self.has_ended = asyncio.Event()
         self._live: ResponseObject | None = response
         self._body = b""
+        self._output = b""
         self._context = _encode(list(context))
 
     @property
@@ -72,7 +73,7 @@ class StoredResponse:
     def num_bytes(self) -> int:
         """The memory that counts: object, conversation and events."""
         events = 0 if self.events is None else self.events.num_bytes
-        return len(self._body) + len(self._context) + events
+        return len(self._body) + len(self._output) + len(self._context) + events
 
     def body(self) -> bytes:
         """Give the Response as JSON, as it is now."""
@@ -82,16 +83,25 @@ class StoredResponse:
         """Give the items before the answer: what the request brought, after what it went on from."""
         return _decode_items(self._context)
 
+    def output(self) -> list[dict[str, object]]:
+        """Give the items of the answer once it has ended."""
+        return _decode_items(self._output)
+
     def conversation(self) -> list[dict[str, object]]:
         """Give all items that a next request goes on from."""
-        output = msgspec.json.decode(self.body())["output"]
-        return self.context() + _decode_items(_encode(output))
+        return self.context() + self.output()
+
+    def rename(self, response_id: str) -> None:
+        """Give a Response that nobody has seen yet another id."""
+        assert self._live is not None, "one that has ended is known by its id"
+        self.response_id = self._live.response_id = response_id
 
     def settle(self) -> None:
         """Keep the finished Response as bytes only."""
         assert self._live is not None, "a response ends once"
         self.item_ids = tuple(item.item_id for item in self._live.output)
-        self._body, self._live = _encode(self._live.describe()), None
+        described = self._live.describe()
+        self._body, self._output, self._live = _encode(described), _encode(described["output"]), None
         self.has_ended.set()
 
 
@@ -130,12 +140,23 @@ class ResponseStore:
             )
 
     def add_running(self, record: StoredResponse) -> None:
-        """Keep a response that has begun; it cannot be dropped before settle()."""
+        """Keep a response that has begun; it cannot be dropped before settle(). Raises Overloaded like check_room()."""
+        self.check_room()
+        assert record.response_id not in self._records, "the id is the only way to a response that runs"
         self._records[record.response_id] = record
 
     def settle(self, record: StoredResponse) -> None:
-        """Keep a response that has ended, and drop old ones to make room; one larger than the store is not kept."""
+        """Keep a response that has ended, and drop old ones to make room; one larger than the store is not kept.
+
+        Requests that ran at once under one id of the client gave their responses one id: the last to end is kept,
+        unless one of them runs in the background.
+        """
         record.settle()
+        other = self._records.get(record.response_id)
+        if other is not None and other is not record:
+            if other.is_running:
+                return
+            self.remove(record.response_id)
         if record.num_bytes > self._max_bytes:
             self._records.pop(record.response_id, None)
             return
@@ -163,7 +184,7 @@ class ResponseStore:
         owner = self._item_owners.get(item_id)
         if owner is None:
             return None
-        return next((item for item in self.get(owner).conversation() if item.get("id") == item_id), None)
+        return next((item for item in self.get(owner).output() if item.get("id") == item_id), None)
 
     def remove(self, response_id: str) -> None:
         """Forget a response that has ended. Raises NotFound."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from typing import Final
 
-import msgspec
-
 from serve.entrypoints.asgi import JsonObject
 from serve.entrypoints.http_errors import ErrorReply
 from serve.entrypoints.openai.logprobs import chat_logprobs
@@ -24,6 +22,7 @@ from serve.entrypoints.openai.responses_output import (
     window_of,
 )
 from serve.entrypoints.openai.turn import TurnDelta
+from serve.entrypoints.sse import named_event
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, ReasoningDelta
 
 _DELTA_EVENTS: Final[dict[ItemKind, str]] = {
@@ -34,7 +33,6 @@ _DELTA_EVENTS: Final[dict[ItemKind, str]] = {
 _STATUSES: Final[dict[str, Status]] = {"length": "incomplete", "abort": "cancelled"}
 # There is no event for cancelled: clients end a stream at one of these three.
 _LAST_EVENTS: Final[dict[Status, str]] = {"completed": "response.completed", "failed": "response.failed"}
-_encode = msgspec.json.encode
 
 
 class ResponseWriter:
@@ -226,9 +224,8 @@ class ResponseWriter:
         self._emit(name, place | fields)
 
     def _emit(self, name: str, fields: JsonObject) -> None:
-        body = _encode({"type": name, "sequence_number": self._num_events, **fields})
+        self._events.append(named_event(name, {"type": name, "sequence_number": self._num_events, **fields}))
         self._num_events += 1
-        self._events.append(b"event: " + name.encode() + b"\ndata: " + body + b"\n\n")
 
     def _next_index(self) -> int:
         return len(self.response.output)

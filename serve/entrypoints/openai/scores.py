@@ -1,4 +1,7 @@
-"""POST /score and /rerank: how well texts fit each other, by a cross-encoder or by the cosine of two embeddings."""
+"""Phases 1 and 11 of 11: POST /score and /rerank: how well texts fit each other.
+
+A cross-encoder reads both texts as one prompt; an embedding model gives the cosine of two vectors.
+"""
 
 from __future__ import annotations
 

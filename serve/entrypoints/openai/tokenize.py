@@ -8,6 +8,7 @@ from serve.entrypoints.app_state import AppState
 from serve.entrypoints.openai.generation import read_body
 from serve.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest, parse_request
 from serve.entrypoints.openai.tool_prompt import messages_with_tools
+from serve.entrypoints.openai.tools import check_tool_count
 from serve.errors import InvalidRequest
 from serve.renderers.renderer import ChatRenderRequest, TokenizeParams
 
@@ -17,6 +18,7 @@ async def tokenize(state: AppState, request: Request) -> dict[str, object]:
     services = state.serving()
     body = parse_request(TokenizeRequest, await read_body(state, request))
     state.check_model(body.model)
+    check_tool_count(body.tools or [], state.config.limits)
     if body.prompt is not None:
         prompt = await services.renderer.render_text(body.prompt, _params(body, special=True))
     else:
@@ -38,7 +40,7 @@ async def tokenize(state: AppState, request: Request) -> dict[str, object]:
         "count": len(tokens),
         "max_model_len": services.llm.max_model_len,
         "tokens": tokens,
-        "token_strs": [services.tokenizer.id_to_token(i) for i in tokens] if body.return_token_strs else None,
+        "token_strs": await services.renderer.token_texts(tokens) if body.return_token_strs else None,
     }
 
 
@@ -67,7 +69,7 @@ async def detokenize(state: AppState, request: Request) -> dict[str, object]:
     body = parse_request(DetokenizeRequest, await read_body(state, request))
     state.check_model(body.model)
     limit = services.tokenizer.max_token_id
-    wrong = next((token_id for token_id in body.tokens if token_id > limit), None)
-    if wrong is not None:
-        raise InvalidRequest(f"token id {wrong} is outside the vocabulary; ids are 0 to {limit}", param="tokens")
+    highest = max(body.tokens, default=0)
+    if highest > limit:
+        raise InvalidRequest(f"token id {highest} is outside the vocabulary; ids are 0 to {limit}", param="tokens")
     return {"prompt": await services.renderer.decode(body.tokens, skip_special_tokens=False)}

@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeGuard
 from serve.entrypoints.asgi import JsonObject
 from serve.errors import InvalidRequest, shown
 from serve.limits import RequestLimits, check_count
+from serve.renderers.tool_parsers.registry import TOOL_FORMATS
 
 ToolMode = Literal["none", "auto", "required", "named"]
 
@@ -70,6 +71,11 @@ def check_tools(tools: Sequence[JsonObject] | None, tool_choice: object) -> None
         )
 
 
+def check_tool_count(tools: Sequence[JsonObject], limits: RequestLimits) -> None:
+    """Refuse more tools than a prompt may describe."""
+    check_count(tools, limits.max_tools, param="tools", what="tools", flag_name="--max-tools")
+
+
 def plan_tools(
     tools: Sequence[JsonObject] | None,
     tool_choice: object,
@@ -84,12 +90,13 @@ def plan_tools(
     """
     if tools is None:
         return NO_TOOLS
-    check_count(tools, limits.max_tools, param="tools", what="tools", flag_name="--max-tools")
+    check_tool_count(tools, limits)
     mode, name = _read_choice(tool_choice)
     if mode == "auto" and not can_parse:
         raise InvalidRequest(
-            'tool_choice "auto" needs a parser for the calls of this model and none is known; start the server with '
-            '--tool-call-parser NAME, or send tool_choice "required", a named tool or "none"',
+            'tool_choice "auto" needs a parser for the calls of this model and none is in use; start the server with '
+            "--tool-call-parser NAME, hermes for a chat template that does not know tools, else one of "
+            f'{", ".join(sorted(TOOL_FORMATS))}; or send tool_choice "required", a named tool or "none"',
             param="tool_choice" if tool_choice is not None else "tools",
         )
     read = tuple(_read_tool(tool, f"tools.{i}") for i, tool in enumerate(tools))

@@ -25,7 +25,7 @@ from serve.entrypoints.openai.tool_prompt import messages_with_tools
 from serve.entrypoints.openai.tools import NO_TOOLS, ToolUse, plan_tools
 from serve.errors import InvalidRequest, RequestFailed
 from serve.limits import too_many
-from serve.renderers.answer_format import AnswerFormat, AnswerSpec
+from serve.renderers.answer_format import AnswerFormat, AnswerSpec, ReasoningCounter
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, Event, OutputParser, ReasoningDelta
 from serve.renderers.renderer import ChatRenderRequest, RenderedPrompt
 from serve.sampling_params import ReasoningBounds, SamplingParams, StructuredOutputs
@@ -93,16 +93,19 @@ class Answer:
 class ChoiceReader:
     """Turns the text of one choice into events, and tells which of its tokens may be shown."""
 
-    def __init__(self, parser: OutputParser | None, answers: AnswerFormat, spec: AnswerSpec, *, hides: bool) -> None:
-        """Start a choice; hides drops thoughts and their tokens. Without a parser all text is content."""
+    def __init__(self, parser: OutputParser | None, counter: ReasoningCounter | None, *, hides: bool) -> None:
+        """Start a choice; hides drops thoughts and their tokens. Without a parser all text is content.
+
+        counter is None when no thoughts are looked for.
+        """
         self.has_calls = False
         self.num_reasoning = 0
+        # The last call's, in pieces.
+        self.arguments: list[str] = []
         self.has_parser = parser is not None
         self._parser = parser
-        self._answers = answers
-        self._spec = spec
-        self._counts = parser is not None and answers.reasoning is not None
-        self._hides = hides and self._counts
+        self._counter = counter
+        self._hides = hides and counter is not None
         self._token_ids: list[int] = []
         self._held: list[PositionLogprobs] = []
         self._is_open = False
@@ -117,17 +120,19 @@ class ChoiceReader:
         events = parser.feed(text) if text else []
         is_over = output.finish_reason is not None
         if is_over:
-            events += parser.finish(was_cut=output.finish_reason is not FinishReason.STOP)
+            # A stop string cuts an answer as max_tokens does.
+            was_cut = output.finish_reason is not FinishReason.STOP or isinstance(output.stop_reason, str)
+            events += parser.finish(was_cut=was_cut)
         if self.has_calls or any(type(event) is CallStart for event in events):
             self.has_calls = True
             events = self._with_whole_openings(events, is_over=is_over)
         delta = TurnDelta(output.index, events, output.token_ids, output.logprobs)
-        if self._counts:
-            self._token_ids += output.token_ids
+        if self._counter is not None:
+            self._counter.feed(output.token_ids)
             if is_over:
-                self.num_reasoning = self._answers.count_reasoning_tokens(self._spec, self._token_ids)
-        if self._hides:
-            self._hide(delta, is_over=is_over)
+                self.num_reasoning = self._counter.num_tokens
+            if self._hides:
+                self._hide(delta, self._counter, is_over=is_over)
         return delta
 
     def _with_whole_openings(self, events: list[Event], *, is_over: bool) -> list[Event]:
@@ -136,6 +141,7 @@ class ChoiceReader:
         for event in events:
             if isinstance(event, CallStart):
                 self._openings[event.index] = ""
+                self.arguments = []
             elif isinstance(event, CallDelta) and event.index in self._openings:
                 text = self._openings.pop(event.index) + event.arguments
                 inner = text.strip().removeprefix("{").strip()
@@ -143,21 +149,22 @@ class ChoiceReader:
                     self._openings[event.index] = text
                     continue
                 event = CallDelta(event.index, "{}" if inner == "}" else text)
+            if isinstance(event, CallDelta):
+                self.arguments.append(event.arguments)
             result.append(event)
         if is_over:
             result += [CallDelta(index, text) for index, text in self._openings.items() if text]
         return result
 
-    def _hide(self, delta: TurnDelta, *, is_over: bool) -> None:
+    def _hide(self, delta: TurnDelta, counter: ReasoningCounter, *, is_over: bool) -> None:
         """Take thoughts and their tokens out of a delta; tokens are held until it is known which they are."""
         delta.events = [event for event in delta.events if type(event) is not ReasoningDelta]
         if self._is_open:
             return
+        self._token_ids += delta.token_ids
         self._held += delta.logprobs or []
         self._is_open = bool(delta.events) or is_over
-        cut = len(self._token_ids)
-        if self._is_open:
-            cut = self._answers.count_reasoning_tokens(self._spec, self._token_ids)
+        cut = counter.num_tokens if self._is_open else len(self._token_ids)
         delta.token_ids = self._token_ids[cut:]
         if delta.logprobs is not None:
             delta.logprobs = self._held[cut:] if self._is_open else []
@@ -232,7 +239,9 @@ class Turn:
         if output.finish_reason is not None:
             word = self._generation.finish_word(output)
             if word == "stop" and reader.has_calls and self._tool_use.mode != "named":
-                word = "tool_calls"
+                # A client that reads tool_calls runs them all.
+                is_cut_call = isinstance(output.stop_reason, str) and not _is_json("".join(reader.arguments))
+                word = "stop" if is_cut_call else "tool_calls"
             delta.finish_reason, delta.stop_reason = word, output.stop_reason
             if self._tool_use.mode != "none":
                 self._generation.count_tool_parser(is_streamed=self._is_streamed, has_calls=reader.has_calls)
@@ -241,6 +250,14 @@ class Turn:
     async def aclose(self) -> None:
         """Abort the turn unless it is over. May be called again."""
         await self._stream.aclose()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +307,8 @@ async def plan_turn(generation: Generation, chat: ChatCompletionRequest) -> Turn
     params = _with_answer_format(
         params, constraint=constraint, reasoning=bounds, visible=answers.visible_token_ids if any(parsers) else ()
     )
-    readers = [ChoiceReader(parser, answers, spec, hides=not chat.include_reasoning) for parser in parsers]
+    is_hidden = not chat.include_reasoning
+    readers = [ChoiceReader(parser, answers.new_counter(spec), hides=is_hidden) for parser in parsers]
     return TurnPlan(prompt, params, readers, tool_use)
 
 

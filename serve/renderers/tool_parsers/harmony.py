@@ -10,7 +10,7 @@ import contextlib
 import re
 from typing import Final
 
-from serve.renderers.text_reader import Marks, NotMarkup, Sink, Steps, TextOver, TextReader, drop, is_cut_mark
+from serve.renderers.text_reader import Marks, NotMarkup, Sink, Steps, TextOver, TextReader, drop, finish_reading
 from serve.renderers.tool_parsers.base import Calls
 from serve.renderers.tool_parsers.json_calls import NO_ARGUMENTS, read_object
 
@@ -56,11 +56,6 @@ class HarmonyParser:
         self.has_thoughts = False
         self.is_past = False
 
-    @property
-    def is_reasoning(self) -> bool:
-        """True while the text that comes next is inside the thoughts."""
-        return self._sink == self._thoughts
-
     def feed(self, text: str) -> None:
         """Take the next piece of text."""
         self._reader.push(text)
@@ -68,11 +63,8 @@ class HarmonyParser:
 
     def finish(self, *, was_cut: bool) -> None:
         """Give what was held back, but not a mark that was cut. A header that the end interrupts says nothing."""
-        self._reader.end()
-        next(self._steps, None)
-        text = self._reader.release() + self._reader.rest()
-        if not (was_cut and is_cut_mark(text)):
-            self._sink(text)
+        text = finish_reading(self._reader, self._steps, was_cut=was_cut)
+        self._sink(text)
 
     def _run(self) -> Steps[None]:
         try:

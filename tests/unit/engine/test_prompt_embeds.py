@@ -54,6 +54,7 @@ def test_a_raw_array_beside_its_shape_gives_its_values(dtype: str, kind: torch.d
         (encode(b"\x80\x02}q\x00."), "not a safetensors file"),
         (encode(struct.pack("<Q", 1 << 60) + b"{}"), "not a safetensors file"),
         (safetensors([]), "cannot be read"),
+        (encode(struct.pack("<Q", 60_006) + b'{"a":' + b"[" * 30_000 + b"]" * 30_000 + b"}"), "nests too deep"),
         (safetensors({}), "holds 0 tensors"),
         (safetensors({"a": {"dtype": "F32", "shape": [1, 3], "data_offsets": [0, 12]}}), "shorter than its header"),
         (safetensors({"a": {"dtype": "F32", "shape": [1, 3], "data_offsets": [8, 4]}}, b"0" * 12), "shorter"),

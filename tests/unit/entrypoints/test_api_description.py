@@ -62,4 +62,4 @@ def test_what_must_be_there_is_never_null() -> None:
 async def test_wrong_method_names_the_methods_of_all_routes_of_a_path() -> None:
     reply = await make_app().open("DELETE", "/ping").reply()
     assert reply.status == 405
-    assert reply.headers["allow"] == "GET, POST"
+    assert reply.headers["allow"] == "GET, HEAD, POST"

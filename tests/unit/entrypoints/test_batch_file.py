@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from serve.entrypoints.batch_file import (
     BatchResponse,
     InputLine,
     check_paths,
+    count_left,
     count_lines,
     read_lines,
 )
@@ -42,6 +44,12 @@ def test_a_line_keeps_its_body_as_it_was_sent(tmp_path: Path) -> None:
     assert count_lines(source) == 1
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(codecs.BOM_UTF8 + json.dumps(line("a")).encode())
+    assert [each.custom_id for each in read(source)] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("bad", "custom_id", "text"),
     [
@@ -55,6 +63,7 @@ def test_a_line_keeps_its_body_as_it_was_sent(tmp_path: Path) -> None:
         (line("b", url="http://example.com/v1/completions"), "b", "not possible in a batch"),
         (line("b", body="text"), "b", "Expected `object`"),
         (line("b", body={"stream": True}), "b", "stream is not possible"),
+        (line("b", url="/v1/responses", body={"background": True}), "b", "background is not possible"),
         ({"custom_id": "b", "method": "POST", "url": "/v1/completions"}, "b", "missing required field `body`"),
         (line("b", body={"prompt": "x" * 1000}), None, "the limit is 1000"),
         (line("a"), None, "'a' was used before"),
@@ -86,6 +95,8 @@ def test_a_later_run_knows_what_is_done_and_half_a_line_is_cut_off(tmp_path: Pat
     source = write(tmp_path / "in", line("a"), line("b"))
     done, left = read(source)
     assert again.has(done)
+    assert count_left(source, again, max_bytes=1000) == 1
+    assert again.summary() == "lines=2 errors=1 (0 new)"
     assert not again.has(left)
     assert again.has(InputLine(None, None, "line 3: bad"))
     assert not again.has(InputLine(None, None, "line 4: bad"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from serve.engine.outputs import Logprob, RequestOutput
+from serve.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import FinishReason
 from tests.fakes import hand_over
@@ -27,19 +27,19 @@ DEEPSEEK = {"reasoning_parser": "deepseek_r1"}
 
 
 def post(
-    body: dict, pieces: Sequence[str], finish: FinishReason = STOP, **server: object
+    body: dict, pieces: Sequence[str], finish: FinishReason = STOP, *, stop_reason: str | None = None, **server: object
 ) -> tuple[Reply, SamplingParams]:
     """Post a chat whose answer comes in these pieces, one hand-over each when it is streamed."""
 
     def script(params: SamplingParams) -> list[RequestOutput]:
         if params.output_kind == 2:
-            outputs = [whole("".join(pieces), i, finish, params) for i in range(params.n)]
+            outputs = [whole("".join(pieces), i, finish, params, stop_reason) for i in range(params.n)]
             return [RequestOutput("id", [], outputs, finished=True)]
         steps = []
         for position, piece in enumerate(pieces):
             is_last = position == len(pieces) - 1
             for i in range(params.n):
-                output = whole(piece, i, finish if is_last else None, params)
+                output = whole(piece, i, finish if is_last else None, params, stop_reason if is_last else None)
                 steps.append(RequestOutput("id", [], [output], finished=is_last and i == params.n - 1))
         return steps
 
@@ -52,8 +52,10 @@ def post(
     return asyncio.run(work())
 
 
-def whole(text: str, index: int, finish: FinishReason | None, params: SamplingParams):
-    output = hand_over(text, index=index, finish=finish).outputs[0]
+def whole(
+    text: str, index: int, finish: FinishReason | None, params: SamplingParams, stop_reason: str | None = None
+) -> CompletionOutput:
+    output = hand_over(text, index=index, finish=finish, stop_reason=stop_reason).outputs[0]
     if params.logprobs is not None:
         output.logprobs = [{i: Logprob(-1.0, 1, chr(i), bytes([i]))} for i in output.token_ids]
     return output
@@ -170,6 +172,29 @@ def test_call_cut_by_length_keeps_what_was_written() -> None:
     assert found["finish"] == "length"
     assert found["tool_calls"][0]["function"]["name"] == "get_time"
     assert '{"zone": "UTC"}'.startswith(found["tool_calls"][0]["function"]["arguments"])
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "finish_reason"),
+    [
+        ('<tool_call>\n{"name": "get_', 0, "stop"),
+        ('<tool_call>\n{"name": "get_time", "arguments": {"zone": ', 1, "stop"),
+        ('<tool_call>\n{"name": "get_time", "arguments": {}}\n', 1, "tool_calls"),
+    ],
+)
+def test_stop_string_cuts_a_call_as_length_does(text: str, calls: int, finish_reason: str) -> None:
+    """What is left shows no markup, and half a call is not announced as one to run."""
+    for size in (len(text), 5):
+        body = chat(tools=[TOOL], stream=size < len(text))
+        reply, _ = post(body, pieces_of(text, size), stop_reason="UTC", **HERMES)
+        if size < len(text):
+            found = joined(reply)
+            assert (found["content"], found["finish"]) == ("", finish_reason)
+            continue
+        choice = reply.json["choices"][0]
+        assert len(choice["message"].get("tool_calls", [])) == calls
+        assert not choice["message"]["content"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, "UTC")
 
 
 def test_required_calls_are_read_from_the_forced_list_without_a_parser() -> None:

@@ -133,6 +133,8 @@ def test_flags_set_their_setting_and_nothing_else(argv: list[str], path: str, va
         (["--api-key", "k", " "], ["--api-key ''", "not empty"]),
         (["--served-model-name", ""], ["--served-model-name ''"]),
         ([""], ["--model ''"]),
+        (["--tool-call-parser", "foo"], ["--tool-call-parser foo", "hermes", "none"]),
+        (["--reasoning-parser", "foo"], ["--reasoning-parser foo", "qwen3", "none"]),
         (["a", "b"], ["'b'", "one too many"]),
         (["a", "--model", "b"], ["differ"]),
         (["--host", "0.0.0.0"], ["--host 0.0.0.0", "--api-key", "--allow-unauthenticated"]),

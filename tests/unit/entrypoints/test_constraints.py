@@ -150,6 +150,8 @@ def test_constraints_of_chat_and_completions_reach_the_engine_and_their_refusals
         ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": " "}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": r'{"const": "\ud800"}'}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"minimum": NaN}'}}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
@@ -316,6 +318,26 @@ def test_references_of_a_tools_schema_still_point_into_it() -> None:
     schema = forced([tool("f", parameters=parameters), tool("g")])
     assert accepts(schema, [{"name": "f", "parameters": {"a": "p", "inner": {"a": "p"}}}])
     assert not accepts(schema, [{"name": "f", "parameters": {"a": "p", "inner": {"a": "q"}}}])
+
+
+def test_what_only_looks_like_a_reference_in_a_tools_schema_is_left_alone() -> None:
+    """Data, a property of that name, and anchors, which name their target wherever it stands."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "data": {"const": {"$ref": "#/definitions/A"}},
+            "const": {"$ref": "#/definitions/A"},
+            "$ref": {"type": "integer"},
+            "named": {"$ref": "#here"},
+        },
+        "required": ["data", "const", "$ref", "named"],
+        "definitions": {"A": {"$anchor": "here", "enum": ["p"]}},
+    }
+    schema = forced([tool("f", parameters=parameters), tool("g")])
+    arguments = {"data": {"$ref": "#/definitions/A"}, "const": "p", "$ref": 1, "named": "p"}
+    assert accepts(schema, [{"name": "f", "parameters": arguments}])
+    assert not accepts(schema, [{"name": "f", "parameters": {**arguments, "const": "q"}}])
+    assert not accepts(schema, [{"name": "f", "parameters": {**arguments, "named": "q"}}])
 
 
 def test_required_without_parallel_calls_is_one_call() -> None:

@@ -14,7 +14,7 @@ from serve.entrypoints.openai.protocol import (
     DetokenizeRequest,
     parse_request,
 )
-from serve.errors import EngineDead, InvalidRequest, RequestFailed
+from serve.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed
 from serve.wire.frontend import FinishReason
 from tests.fakes import hand_over
 from tests.unit.entrypoints.app_client import Reply, chat, make_app
@@ -88,6 +88,7 @@ def test_bodies_that_are_no_proper_json_object_are_400(raw: bytes) -> None:
     [
         b'{"prompt": "a", "x": [' + b"[]," * 300_000 + b"1]}",
         b'{"prompt": "a", "x": [' + b'"a",' * 600_000 + b"1]}",
+        b'{"prompt": "a", "x": [' + b"1," * 2_200_000 + b"1]}",
         b"{" + b",".join(b'"k%d": 1' % i for i in range(2000)) + b', "prompt": "a"}',
     ],
 )
@@ -163,6 +164,17 @@ def test_header_flood_is_431() -> None:
         many = {f"x-{i}": "v" for i in range(300)}
         expect_error(await make_app().get("/health", headers=many), 431, "HeaderTooLargeError")
         expect_error(await make_app().get("/health", headers={"x-a": "v" * 70000}), 431, "HeaderTooLargeError")
+
+    run(work())
+
+
+def test_probes_may_ask_without_wanting_a_body() -> None:
+    async def work() -> None:
+        app = make_app(api_key=("k",))
+        for path in ("/health", "/ping", "/live", "/ready"):
+            assert (await app.open("HEAD", path).reply()).status == 200
+        app.state.phase = Phase.DEAD
+        assert (await app.open("HEAD", "/health").reply()).status == 503
 
     run(work())
 
@@ -313,6 +325,30 @@ def test_errors_of_a_running_request_are_500_without_internals() -> None:
     run(work())
 
 
+def test_a_refused_request_is_one_log_line_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        app = make_app()
+        await app.post(CHAT, chat(temperature=3), headers={"x-request-id": "r-1"})
+        await app.post("/v1/no/such", chat())  # the access log says as much
+        await app.post(CHAT, chat())
+
+    caplog.set_level("INFO", logger="serve")
+    run(work())
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "serve.entrypoints.gate")
+    assert line.startswith(f"request refused: request_id=r-1 path={CHAT} status=400 message=temperature ")
+
+
+def test_a_refusal_for_load_or_of_any_length_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        await make_app(lambda params: [Overloaded("overloaded: full", code="overloaded")]).post(CHAT, chat())
+        await make_app(lambda params: [InvalidRequest("x" * 5000)]).post(CHAT, chat())
+
+    caplog.set_level("INFO", logger="serve")
+    run(work())
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "serve.entrypoints.gate")
+    assert line.endswith("message=" + "x" * 300 + "...")
+
+
 def test_a_bug_is_an_opaque_500(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         app = make_app(lambda params: [KeyError("secret")])
@@ -412,6 +448,21 @@ def test_models_lists_every_served_name_and_answers_each() -> None:
         assert listed["data"][0]["max_model_len"] == 128
         assert (await app.get("/v1/models/alias")).json["id"] == "alias"
         assert expect_error(await app.get("/v1/models/a/b"), 404, "NotFoundError")["code"] == "model_not_found"
+
+    run(work())
+
+
+def test_clients_of_the_messages_api_get_the_fields_that_they_read_of_a_model() -> None:
+    async def work() -> None:
+        app = make_app()
+        app.state.created = 1_700_000_000
+        headers = {"anthropic-version": "2023-06-01"}
+        listed = (await app.get("/v1/models", headers=headers)).json
+        own = {"type": "model", "display_name": "m", "created_at": "2023-11-14T22:13:20Z"}
+        assert listed["data"][0] == (await app.get("/v1/models/m")).json | own
+        assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "m", "alias")
+        assert (await app.get("/v1/models/alias", headers=headers)).json["display_name"] == "alias"
+        assert "has_more" not in (await app.get("/v1/models")).json
 
     run(work())
 
@@ -519,5 +570,20 @@ def test_behind_a_proxy_prefix_routes_and_keys_work_the_same() -> None:
         assert (await app.get("/v1/models", headers={"authorization": "Bearer k"})).status == 200
         described = (await app.get("/openapi.json", headers={"authorization": "Bearer k"})).json
         assert described["servers"] == [{"url": "/api"}]
+
+    run(work())
+
+
+def test_every_path_that_renders_tools_takes_so_many_of_them() -> None:
+    async def work() -> None:
+        app = make_app()
+        limit = app.state.config.limits.max_tools
+        described = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(limit + 1)]
+        tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in described]
+        messages = [{"role": "user", "content": "hi"}]
+        for path, sent in (("/tokenize", tools), ("/v1/messages/count_tokens", described)):
+            reply = await app.post(path, {"model": "m", "messages": messages, "tools": sent})
+            assert reply.status == 400
+            assert "--max-tools" in reply.error["message"]
 
     run(work())

@@ -41,6 +41,23 @@ def test_what_can_only_be_a_missing_path_is_refused_without_a_network(environmen
     assert repr(name) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("bench", ""),
+        ("run_batch", " (did you mean run-batch?)"),
+        ("smollm2-135m", " (did you mean smollm2-135m-instruct?)"),
+    ],
+)
+def test_a_word_that_is_no_model_may_have_been_meant_as_a_command(
+    environment: Environment, word: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_model_argument(word, environment)
+    assert str(caught.value).startswith(f"no such command or model: '{word}'{hint}; commands: pull, run-batch; ")
+    assert caught.value.exit_code == 3
+
+
 def test_local_model_needs_no_download_whatever_its_name(
     environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

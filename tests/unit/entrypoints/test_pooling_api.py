@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from serve.checkpoint import PoolerConfig
-from serve.entrypoints.openai.vectors import to_bytes
+from serve.entrypoints.openai.vectors import json_numbers, to_bytes
+from serve.limits import RequestLimits
 from serve.pooling_params import PoolingParams
 from tests.fakes import BOS_ID, EOS_ID
 from tests.unit.entrypoints.app_client import App, chat, make_app
@@ -285,3 +288,19 @@ async def test_task_of_another_pooling_model_is_404(pooler: PoolerConfig, path: 
 async def test_unknown_model_is_404() -> None:
     reply = await pooling_app().post("/v1/embeddings", {"input": "a", "model": "other"})
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+async def test_numbers_of_a_long_answer_are_written_in_slices_that_join_exactly() -> None:
+    flat = np.arange(210_000, dtype=np.float32) / 7
+    for values in (flat, flat.reshape(3, 70_000), flat.reshape(70_000, 3), flat[:1]):
+        written = json.loads(msgspec.json.encode(await json_numbers(values)))
+        assert np.array_equal(np.array(written, dtype=np.float32), values)
+
+
+async def test_results_of_too_many_numbers_are_refused_before_the_rest_is_computed() -> None:
+    app = pooling_app()
+    app.state.config = replace(app.state.config, limits=RequestLimits(max_num_results=5))
+    assert (await app.post("/v1/embeddings", {"input": ["a", "b"]})).status == 200
+    reply = await app.post("/v1/embeddings", {"input": ["a", "b", "c"]})
+    assert (reply.status, reply.error["param"]) == (400, "input")
+    assert "--max-num-results" in reply.error["message"]

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from serve.engine.outputs import Logprob
+from serve.errors import InvalidRequest
 from serve.wire.frontend import FinishReason
 from tests.fakes import BOS_ID, hand_over
 from tests.unit.entrypoints.app_client import App, Reply, answer, chat, make_app
@@ -123,12 +124,22 @@ def test_generate_streams_token_ids() -> None:
         ({"token_ids": [1], "sampling_params": {"prompt": "a"}}, "sampling_params.prompt"),
         ({"token_ids": [1], "sampling_params": {"echo": True}}, "sampling_params.echo"),
         ({"token_ids": [1], "sampling_params": {"guided_json": {}}}, "sampling_params.guided_json"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 10**6}}, "sampling_params.max_tokens"),
+        ({"token_ids": [1] * 1000, "sampling_params": {"max_tokens": 1}}, "token_ids"),
     ],
 )
 def test_generate_refuses_and_names_the_field(body: dict, param: str) -> None:
     reply, app = post(GENERATE, body)
     assert (reply.status, reply.error["param"]) == (400, param)
     assert app.llm.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_the_engine_refuses_is_named_in_the_words_of_generate(stream: bool) -> None:
+    params = {"structured_outputs": {"regex": "a"}, "max_tokens": 1}
+    body = {"token_ids": [1], "stream": stream, "sampling_params": params}
+    reply, _ = post(GENERATE, body, lambda params: [InvalidRequest("too large")])
+    assert (reply.status, reply.error["param"]) == (400, "sampling_params.structured_outputs")
 
 
 def test_prompt_text_comes_back_on_request() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, reduce
 
 import pytest
 
 from serve.entrypoints.openai.protocol import ChatCompletionRequest
 from serve.entrypoints.openai.responses_protocol import ResponsesRequest
-from serve.errors import RequestFailed
+from serve.errors import InvalidRequest, RequestFailed
 from serve.wire.frontend import FinishReason
 from tests.fakes import hand_over
 from tests.unit.entrypoints.app_client import App, Reply, answer, make_app
@@ -21,6 +21,8 @@ from tests.waiting import async_wait_until
 PATH = "/v1/responses"
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 TOOL = {"type": "function", "name": "get_time", "parameters": {"type": "object"}, "strict": True}
+ANY_OBJECT = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+DEEP = {**ANY_OBJECT, "schema": reduce(lambda inner, _: {"not": inner}, range(65), {})}
 TEXT_EVENTS = [
     *("created", "in_progress", "output_item.added", "content_part.added"),
     *("output_text.delta", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
@@ -409,17 +411,26 @@ def test_truncation_auto_keeps_the_end_of_a_turn_that_is_too_long_by_itself() ->
         ({"input": None}, "input", "required"),
         ({"model": 7}, "model", "string"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+        ({"input": "x" * 600}, "input", "shorten the prompt or send truncation: auto"),
+        ({"input": "x" * 400, "max_output_tokens": 200}, "input", "lower max_output_tokens to at most 103"),
         ({"max_output_tokens": 9000}, "max_output_tokens", "max_output_tokens=9000 exceeds max_model_len=512"),
         ({"temperature": 3}, "temperature", "2"),
         ({"truncation": "sometimes"}, "truncation", "'auto' or 'disabled'"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'json_schema'"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format.schema is missing"),
+        ({"text": {"format": DEEP}}, "text.format.schema", "text.format.schema nests"),
+        (
+            {"text": {"format": ANY_OBJECT}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "text.format and",
+        ),
         ({"include": ["everything"]}, "include.0", "message.output_text.logprobs"),
         ({"top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'; this server runs no built-in tools"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "name of a function"),
         ({"tools": [{**TOOL, "name": "no blanks"}]}, "tools.0.name", "letters"),
+        ({"tools": [{**TOOL, "parameters": 5}]}, "tools.0.parameters", "tools.0.parameters must be a JSON schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "'other'"),
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search'"),
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "must be"),
@@ -442,6 +453,11 @@ def test_a_refusal_names_the_field_in_the_words_of_this_api(body: dict, param: s
     assert reply.error["param"] == param
     assert words in reply.error["message"]
     assert "max_tokens" not in reply.error["message"] or "max_tokens" in body
+
+
+def test_a_refusal_of_the_engine_names_the_format_that_asked_for_the_constraint() -> None:
+    reply = post({"text": {"format": ANY_OBJECT}}, lambda params: [InvalidRequest("the schema is too large")])
+    assert (reply.status, reply.error["param"]) == (400, "text.format")
 
 
 def test_an_unknown_model_is_404() -> None:

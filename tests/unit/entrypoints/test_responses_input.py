@@ -133,3 +133,11 @@ def test_a_conversation_is_cut_before_a_message_of_the_user_and_keeps_its_instru
     conversation = [{"role": role, "content": str(place)} for place, role in enumerate(roles)]
     assert turn_starts(conversation) == [5, 7]
     assert [m["content"] for m in without_oldest(conversation, 5)] == ["0", "4", "5", "6", "7"]
+
+
+def test_an_item_is_referred_to_once() -> None:
+    kept = {"id": "msg_1", "type": "message", "role": "assistant", "content": []}
+    reference = {"type": "item_reference", "id": "msg_1"}
+    with pytest.raises(InvalidRequest, match="again") as refusal:
+        read_input([reference, {"role": "user", "content": "a"}, reference], lambda item_id: kept)
+    assert refusal.value.param == "input.2.id"

@@ -26,6 +26,12 @@ def filled(names: str, *, max_count: int = 10, max_bytes: int = 1 << 20) -> Resp
     return store
 
 
+def record_bytes(name: str, text: str) -> int:
+    alone = record(name, text=text)
+    alone.settle()
+    return alone.num_bytes
+
+
 def test_the_least_recently_used_response_makes_room() -> None:
     store = filled("abc", max_count=3)
     store.get("resp_a")
@@ -110,3 +116,33 @@ def test_a_closed_log_read_from_its_end_gives_nothing() -> None:
         return b"".join([block async for block in log.read(5)])
 
     assert asyncio.run(work()) == b""
+
+
+def test_two_responses_under_one_id_take_the_place_of_one() -> None:
+    store = filled("a")
+    store.settle(record("a", text="later"))
+    assert store.num_bytes == filled("").num_bytes + record_bytes("a", "later")
+    assert store.get("resp_a").output()[0]["content"][0]["text"] == "later"  # type: ignore[index]
+    store.remove("resp_a")
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_response_that_runs_keeps_its_id_from_one_that_ends() -> None:
+    store = ResponseStore(3, 1 << 20)
+    running = record("a", status="in_progress")
+    store.add_running(running)
+    store.settle(record("a"))
+    assert store.get("resp_a") is running
+    store.settle(running)
+    store.remove("resp_a")
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_no_more_than_the_limit_begin_even_when_all_asked_for_room_before() -> None:
+    store = ResponseStore(1, 1 << 20)
+    store.check_room()
+    store.check_room()
+    store.add_running(record("a", status="queued"))
+    with pytest.raises(Overloaded, match="--max-stored-responses"):
+        store.add_running(record("b", status="queued"))
+    assert len(store) == 1

@@ -98,7 +98,7 @@ def test_parallel_off_allows_one_call() -> None:
 
 def test_auto_without_a_parser_says_how_to_get_one() -> None:
     for choice in (None, "auto"):
-        with pytest.raises(InvalidRequest, match="--tool-call-parser"):
+        with pytest.raises(InvalidRequest, match=r"--tool-call-parser NAME, hermes for a .* else one of .*llama3_json"):
             plan([tool()], choice, can_parse=False)
     assert plan([tool()], "required", can_parse=False).mode == "required"
     assert plan([tool()], NAMED, can_parse=False).mode == "named"

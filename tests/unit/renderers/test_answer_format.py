@@ -8,6 +8,7 @@ import pytest
 
 from serve.errors import ConfigError
 from serve.renderers.answer_format import AnswerFormat, AnswerSpec, choose_answer_format
+from serve.renderers.output_events import ContentDelta, ReasoningDelta
 from serve.renderers.reasoning import REASONING_FORMATS
 from serve.renderers.tool_parsers.registry import TOOL_FORMATS
 from serve.sampling_params import ReasoningBounds
@@ -43,7 +44,12 @@ def choose(tools: str | None, reasoning: str | None, *special: str) -> AnswerFor
 
 def count(format_: AnswerFormat, text: str, prompt: str = PROMPT) -> int:
     ids = WordTokenizer().encode(text, add_special_tokens=False)
-    return format_.count_reasoning_tokens(AnswerSpec(prompt, {}), ids)
+    counter = format_.new_counter(AnswerSpec(prompt, {}))
+    if counter is None:
+        return 0
+    for token_id in ids:
+        counter.feed([token_id])
+    return counter.num_tokens
 
 
 def test_names_choose_rows_and_none_switches_off() -> None:
@@ -90,9 +96,8 @@ def test_parsers_share_nothing() -> None:
     first, second = (format_.new_parser(AnswerSpec(PROMPT, TOOLS)) for _ in range(2))
     assert first is not None
     assert second is not None
-    first.feed("<think>Hm.")
-    assert first.is_reasoning
-    assert not second.is_reasoning
+    assert first.feed("<think>Hm.") == [ReasoningDelta("Hm.")]
+    assert second.feed("Yes.") == [ContentDelta("Yes.")]
 
 
 def test_bounds_of_thoughts_that_are_optional_name_the_start_token() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.renderers.answer_format import AnswerSpec
+from serve.renderers.output_events import ContentDelta, ReasoningDelta
 from serve.renderers.reasoning import REASONING_FORMATS
 from tests.unit.renderers.answers import HARMONY_PROMPT, TOOLS, Parsed, answer_format, parse, split_at
 
@@ -130,20 +131,17 @@ def test_markup_inside_thoughts_is_no_call() -> None:
     assert parsed.content == ""
 
 
-def test_is_reasoning_tells_where_the_next_text_belongs() -> None:
+def test_each_piece_belongs_to_the_part_that_is_open() -> None:
     parser = answer_format("hermes", "qwen3").new_parser(AnswerSpec(CHATML, TOOLS))
     assert parser is not None
-    seen = []
-    for piece in ("<thi", "nk>", "Hm.", "</think", ">", "\nYes."):
-        parser.feed(piece)
-        seen.append(parser.is_reasoning)
-    assert seen == [False, True, True, True, False, False]
+    seen = [parser.feed(piece) for piece in ("<thi", "nk>", "Hm.", "</think", ">", "\nYes.")]
+    assert seen == [[], [], [ReasoningDelta("Hm.")], [], [], [ContentDelta("\nYes.")]]
 
 
-def test_is_reasoning_holds_from_the_start_when_the_prompt_opened_the_thoughts() -> None:
+def test_thoughts_that_the_prompt_opened_come_first() -> None:
     parser = answer_format(None, "qwen3").new_parser(AnswerSpec(f"{CHATML}<think>", {}))
     assert parser is not None
-    assert parser.is_reasoning
+    assert parser.feed("Hm.") == [ReasoningDelta("Hm.")]
 
 
 def test_harmony_needs_no_other_mark() -> None:

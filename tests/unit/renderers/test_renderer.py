@@ -192,11 +192,17 @@ def test_operator_template_that_is_none_is_refused_at_start(bpe: FastTokenizer) 
         renderer(bpe, "{% for %}")
 
 
-async def test_model_without_template_refuses_chat_and_takes_text(bpe_folder: Path) -> None:
+async def test_model_without_template_refuses_chat_and_takes_text(
+    bpe_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     parts = load_folder(bpe_folder)
     parts.chat_template = None
     made = renderer(FastTokenizer(parts), None)
+    caplog.set_level("INFO", logger="serve")
+    await made.warm_up(expects_chat=False)
+    assert caplog.messages == []
     await made.warm_up()
+    assert "chat is not available" in caplog.text
     with pytest.raises(InvalidRequest, match="no chat template"):
         await chat_text(made, USER)
     assert (await made.render_text("hi", TEXT)).text == "hi"

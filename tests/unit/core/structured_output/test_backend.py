@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
 
 from serve.core.structured_output.backend import LLGuidanceBackend, LLGuidanceGrammar
+from serve.core.structured_output.gbnf import gbnf_to_lark
 from serve.errors import InvalidRequest
 from serve.sampling_params import ConstraintKind, StructuredOutputs
 from serve.wire.frontend import SetVocabulary
@@ -82,6 +84,12 @@ def accepts(grammar: LLGuidanceGrammar, text: str) -> bool:
         ("grammar", 'root ::= "(" root ")" | [^()/] # all\n', ["((a))", "b"], ["()", "(a", "/"]),
         ("grammar", 'root ::= "a"{2,3} b+ .\nb ::= "b" | "ba"', ["aabx", "aaabab."], ["abx", "aab"]),
         ("grammar", 'root ::=\n  my-Word\nmy-Word ::= "\\"" [a\\-]+ "\\""', ['"a-"'], ['""']),
+        ("grammar", 'root ::= start\nstart ::= "a"', ["a"], ["b"]),
+        ("grammar", '?start[capture]: "a"', ["a"], ["b"]),
+        ("grammar", "root ::= [a&&b~~[/] [^[&]", ["&c", "[b", "~~", "/a"], ["c[", "a&", "-a"]),
+        ("grammar", "root ::= [+--] [--0] [a-]", ["+0-", ",/a", "--a"], [".0a", "+1a", "++a", "+0b"]),
+        ("grammar", r'root ::= "\x41\u0042\U00000043\\\"\[" [\x41-\x43\u00e9]', ['ABC\\"[B', 'ABC\\"[é'], ['ABC\\"[D']),
+        ("grammar", 'root ::= "a\0b"', ["a\0b"], ["ab"]),
     ],
 )
 def test_texts_of_a_constraint_pass_and_others_do_not(
@@ -152,6 +160,13 @@ def test_closing_a_schema_takes_no_name_and_no_value_for_a_schema() -> None:
         ("grammar", "start: foo", ["line 1", "foo"]),
         ("grammar", 'start: "a\n', ["line 1"]),
         ("grammar", "start: A\nA: " + " & ".join(["/a.*/"] * 18), ["17 operators", "14"]),
+        (
+            "grammar",
+            "start: %json " + json.dumps({"patternProperties": {f"^{i}$": {} for i in range(101)}}),
+            ["101 patternProperties", "100"],
+        ),
+        ("grammar", r'root ::= "\q"', ["line 1", r"\q"]),
+        ("grammar", r'root ::= "\ud800"', ["line 1", r"\ud800"]),
         ("grammar", "", ["root", "start"]),
         ("grammar", 'rot ::= "a"', ["root"]),
         ("grammar", "root ::= other", ["line 1", "'other'"]),
@@ -364,3 +379,20 @@ def test_structural_tags_that_are_refused(spec: object, words: list[str]) -> Non
     with pytest.raises(InvalidRequest) as caught:
         compile_("structural_tag", spec)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_chain_of_thousands_of_rules_is_read_in_linear_time() -> None:
+    """Names are followed once each: in squares this would take minutes."""
+    num_rules = 3000
+    rules = [f"r{i} ::= r{i + 1}" for i in range(num_rules)]
+    started = time.thread_time()
+    text = gbnf_to_lark("\n".join(["root ::= r0", *rules, f'r{num_rules} ::= "z"']))
+    assert time.thread_time() - started < 3.0
+    assert text.startswith("start: R1\n"), "all but the root is one word to the lexer"
+    assert text.count("\n") == num_rules + 2
+
+
+def test_a_grammar_whose_first_mask_takes_too_long_is_refused() -> None:
+    backend = LLGuidanceBackend(SetVocabulary(TOKENS, [SPECIAL], [EOS]), first_mask_seconds=0.0)
+    with pytest.raises(InvalidRequest, match="too many ways to begin"):
+        backend.compile(StructuredOutputs("regex", "a"))

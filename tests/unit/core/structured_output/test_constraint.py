@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from serve.core.structured_output.constraint import Constraint
+from serve.core.structured_output.constraint import FOLLOW_SECONDS, FOLLOW_SECONDS_PER_TOKEN, Constraint
 from serve.core.structured_output.reasoning_gate import ReasoningGate
 from serve.sampling_params import SamplingParams
 from tests.unit.core.structured_output.fakes import TextGrammar, allowed_ids
@@ -70,3 +72,42 @@ def test_a_complete_text_is_finished() -> None:
     constraint = make(SamplingParams(), b"ab")
     assert [constraint.accept(token) for token in (0, 1)] == [True, True]
     assert constraint.is_finished
+
+
+def ticking(seconds: float) -> Iterator[float]:
+    """Give clock readings in pairs that lie seconds apart."""
+    now = 0.0
+    while True:
+        yield now
+        now += seconds
+        yield now
+
+
+def make_slow(seconds: float, num_tokens: int) -> Constraint:
+    """Give a constraint of num_tokens tokens, each mask and each move of which takes some seconds."""
+    gate = ReasoningGate(None, TextGrammar(TOKENS, [b"a" * num_tokens], [EOS]), TOKENS)
+    return Constraint(SamplingParams(), gate, (EOS,), clock=ticking(seconds).__next__)
+
+
+def test_a_grammar_that_takes_too_much_time_ends_its_request_and_says_why() -> None:
+    constraint = make_slow(FOLLOW_SECONDS * 0.4, 9)
+    assert fill(constraint) == [0]
+    assert constraint.accept(0)
+    assert fill(constraint, 1) is None
+    assert "takes too long to follow" in (constraint.failure or "")
+
+
+def test_a_move_that_takes_too_much_time_is_a_failure_too_unless_it_is_the_last() -> None:
+    too_long = FOLLOW_SECONDS + 2 * FOLLOW_SECONDS_PER_TOKEN
+    constraint = make_slow(too_long, 2)
+    assert not constraint.accept(0)
+    assert "takes too long to follow" in (constraint.failure or "")
+    assert make_slow(too_long, 1).accept(0)
+
+
+def test_a_long_answer_may_take_time_for_each_of_its_tokens() -> None:
+    constraint = make_slow(FOLLOW_SECONDS_PER_TOKEN * 0.4, 500)
+    for num_output_tokens in range(499):
+        assert fill(constraint, num_output_tokens) == [0]
+        assert constraint.accept(0)
+    assert constraint.failure is None

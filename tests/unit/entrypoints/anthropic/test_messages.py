@@ -137,6 +137,27 @@ def test_thoughts_and_calls_come_as_blocks_plain_and_streamed() -> None:
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("finish", [LENGTH, STOP])
+@pytest.mark.parametrize("cut", ['{"zone": "UT', '{"zone": "UTC"', "{"])
+def test_call_that_was_cut_does_not_come_back_as_one_to_run(cut: str, finish: FinishReason) -> None:
+    whole = '<tool_call>{"name": "get_time", "arguments": {"zone": "CET"}}</tool_call>'
+    text = f'{whole}<tool_call>{{"name": "get_time", "arguments": {cut}'
+    plain = post(body(tools=[TOOL]), ends_with(hand_over(text, finish=finish)), tool_call_parser="hermes").json
+    assert [block["input"] for block in plain["content"]] == [{"zone": "CET"}]
+    assert plain["stop_reason"] == ("max_tokens" if finish is LENGTH else "tool_use")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_of_nothing_but_a_cut_call_asks_for_no_tool(stream: bool) -> None:
+    script = ends_with(hand_over('<tool_call>{"name": "get_time", "arguments": {"zone": "UT', finish=STOP))
+    reply = post(body(tools=[TOOL], stream=stream), script, tool_call_parser="hermes")
+    if stream:
+        assert read_events(reply.body)[-2]["delta"]["stop_reason"] == "end_turn"
+    else:
+        assert reply.json["content"] == [{"type": "text", "text": ""}]
+        assert reply.json["stop_reason"] == "end_turn"
+
+
 def test_tokens_are_counted_as_usage_reports_them_also_beyond_the_context() -> None:
     fields = {"system": "Be brief.", "messages": [{"role": "user", "content": "hi"}]}
     counted = post({"model": "m", **fields}, path=COUNT)
@@ -232,10 +253,13 @@ def test_key_may_come_in_the_header_of_the_messages_api(headers: dict[str, str],
         expect_error(reply, 401, "authentication_error")
 
 
-def test_other_paths_take_the_key_as_a_bearer_only() -> None:
-    headers = {"x-api-key": "k1"}
+def test_other_paths_take_that_header_too_and_a_refusal_names_both() -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
-    assert post(chat, path="/v1/chat/completions", headers=headers, api_key=("k1",)).status == 401
+    path = "/v1/chat/completions"
+    assert post(chat, path=path, headers={"x-api-key": "k1"}, api_key=("k1",)).status == 200
+    refused = post(chat, path=path, headers={"x-api-key": "k"}, api_key=("k1",))
+    assert refused.status == 401
+    assert "Authorization: Bearer KEY or x-api-key: KEY" in refused.error["message"]
 
 
 def test_client_that_leaves_aborts_its_message() -> None:

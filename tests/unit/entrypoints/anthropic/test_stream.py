@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from serve.entrypoints.anthropic.reply import AnswerBlocks, parse_arguments, stop_fields
@@ -194,3 +195,23 @@ def test_stop_reason_says_why_the_answer_ended(
 def test_aborted_answer_is_an_error() -> None:
     with pytest.raises(RequestFailed):
         stop_fields(TurnDelta(0, [], [], None, "abort"), has_calls=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r'{"a": "\ud83d\ude00 \ud83d \ude00"}', {"a": "\U0001f600 \ufffd \ufffd"}),
+        (r'{"a": "\\ud83d"}', {"a": "\\ud83d"}),
+        (r'{"a": "\ud83d", "b": 1', {"a": "\ufffd", "b": 1}),
+        (r'{"a": 1, "b": "\ud83', {"a": 1}),
+        ('{"a": ' + "[" * 5000, {}),
+        ('{"a": ' + "9" * 5000 + "}", {}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890}),
+    ],
+)
+def test_arguments_that_only_some_decoders_take_do_not_fail_the_message(text: str, value: dict) -> None:
+    assert parse_arguments(text) == value
+    answer = AnswerBlocks()
+    answer.add([CallStart(0, "call_1", "f"), CallDelta(0, text)])
+    (block,) = json.loads(msgspec.json.encode(answer.content(hides_thoughts=False)))
+    assert block["input"] == value
