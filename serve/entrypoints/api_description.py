@@ -23,11 +23,6 @@ from serve.entrypoints.api_schemas import (
     request_schema,
 )
 from serve.entrypoints.openai.chat_batch import ChatBatchRequest
-from serve.entrypoints.openai.pooling_protocol import (
-    InputRequest,
-    RerankRequest,
-    ScoreRequest,
-)
 from serve.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -35,7 +30,12 @@ from serve.entrypoints.openai.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
-from serve.entrypoints.openai.responses_protocol import MAX_PAGE, ResponsesRequest
+from serve.entrypoints.pooling.protocol import (
+    InputRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from serve.entrypoints.responses.protocol import MAX_PAGE, ResponsesRequest
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"

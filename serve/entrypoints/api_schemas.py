@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from serve.engine.input_processor import MAX_SALT_CHARS
 from serve.entrypoints.openai.fields import INT64_MAX
-from serve.entrypoints.openai.responses_protocol import INCLUDABLE, MAX_INCLUDE, MAX_METADATA
+from serve.entrypoints.responses.protocol import INCLUDABLE, MAX_INCLUDE, MAX_METADATA
 from serve.limits import RequestLimits
 
 Schema = dict[str, object]

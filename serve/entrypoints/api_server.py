@@ -25,18 +25,18 @@ from serve.entrypoints.openai import models
 from serve.entrypoints.openai.chat import create_chat_completion
 from serve.entrypoints.openai.chat_batch import create_chat_batch
 from serve.entrypoints.openai.completions import create_completion
-from serve.entrypoints.openai.embeddings import create_classification, create_embeddings, create_pooling
 from serve.entrypoints.openai.generate import create_generation
 from serve.entrypoints.openai.render import render_chat, render_completion
-from serve.entrypoints.openai.responses import (
+from serve.entrypoints.openai.tokenize import detokenize, tokenize, tokenizer_info
+from serve.entrypoints.pooling.embeddings import create_classification, create_embeddings, create_pooling
+from serve.entrypoints.pooling.scores import create_ranking, create_scores
+from serve.entrypoints.responses.responses import (
     cancel_response,
     create_response,
     delete_response,
     get_response,
     list_input_items,
 )
-from serve.entrypoints.openai.scores import create_ranking, create_scores
-from serve.entrypoints.openai.tokenize import detokenize, tokenize, tokenizer_info
 
 HTTP_MESSAGES: Final = {
     404: "there is nothing at this path",

@@ -12,7 +12,7 @@ from typing import Final
 from serve.config import ServeConfig
 from serve.engine.async_llm import AsyncLLM
 from serve.entrypoints.asgi import Scope, header
-from serve.entrypoints.openai.responses_store import ResponseStore
+from serve.entrypoints.responses.store import ResponseStore
 from serve.errors import EngineDead, InvalidRequest, NotFound, Overloaded
 from serve.renderers.answer_format import AnswerFormat
 from serve.renderers.renderer import ChatRenderer

@@ -12,9 +12,9 @@ from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import JsonObject, Message
 from serve.entrypoints.openai.chat import create_chat_completion
 from serve.entrypoints.openai.completions import create_completion
-from serve.entrypoints.openai.embeddings import create_classification, create_embeddings, create_pooling
 from serve.entrypoints.openai.generation import read_body
-from serve.entrypoints.openai.scores import create_ranking, create_scores
+from serve.entrypoints.pooling.embeddings import create_classification, create_embeddings, create_pooling
+from serve.entrypoints.pooling.scores import create_ranking, create_scores
 from serve.errors import InvalidRequest
 from serve.pooling_params import PoolingTask
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serve.checkpoint import PoolerConfig
-from serve.entrypoints.openai.vectors import json_numbers, to_bytes
+from serve.entrypoints.pooling.vectors import json_numbers, to_bytes
 from serve.limits import RequestLimits
 from serve.pooling_params import PoolingParams
 from tests.fakes import BOS_ID, EOS_ID

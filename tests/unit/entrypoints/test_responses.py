@@ -10,7 +10,7 @@ from functools import cache, reduce
 import pytest
 
 from serve.entrypoints.openai.protocol import ChatCompletionRequest
-from serve.entrypoints.openai.responses_protocol import ResponsesRequest
+from serve.entrypoints.responses.protocol import ResponsesRequest
 from serve.errors import InvalidRequest, RequestFailed
 from serve.wire.frontend import FinishReason
 from tests.fakes import hand_over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.entrypoints.openai.responses_input import chat_messages, read_input, turn_starts, without_oldest
+from serve.entrypoints.responses.input_items import chat_messages, read_input, turn_starts, without_oldest
 from serve.errors import InvalidRequest
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "get_time", "arguments": '{"zone": "UTC"}'}

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from serve.entrypoints.openai.responses_output import OutputItem, ResponseObject, Status
-from serve.entrypoints.openai.responses_store import EventLog, ResponseStore, StoredResponse
+from serve.entrypoints.responses.output_items import OutputItem, ResponseObject, Status
+from serve.entrypoints.responses.store import EventLog, ResponseStore, StoredResponse
 from serve.errors import InvalidRequest, NotFound, Overloaded
 
 LIMIT_S = 10

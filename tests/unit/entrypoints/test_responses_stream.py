@@ -10,9 +10,9 @@ import pytest
 
 from serve.engine.outputs import Logprob
 from serve.entrypoints.http_errors import ErrorReply
-from serve.entrypoints.openai.responses_output import ResponseObject, usage_counts
-from serve.entrypoints.openai.responses_stream import ResponseWriter
 from serve.entrypoints.openai.turn import TurnDelta
+from serve.entrypoints.responses.output_items import ResponseObject, usage_counts
+from serve.entrypoints.responses.stream import ResponseWriter
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, Event, ReasoningDelta
 from tests.unit.entrypoints.responses_client import check_response, names, read_events
 

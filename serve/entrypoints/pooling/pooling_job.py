@@ -19,8 +19,8 @@ from serve.engine.async_llm import RequestStream
 from serve.engine.input_processor import RequestOptions
 from serve.engine.outputs import final_output
 from serve.entrypoints.openai.generation import Generation
-from serve.entrypoints.openai.pooling_protocol import InputRequest, PoolingBody
 from serve.entrypoints.openai.prompts import TextOrIds, holds_many, read_text, split_prompts
+from serve.entrypoints.pooling.protocol import InputRequest, PoolingBody
 from serve.errors import InvalidRequest, RequestFailed
 from serve.limits import check_count
 from serve.pooling_params import PoolingParams

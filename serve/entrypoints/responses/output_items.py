@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from serve.entrypoints.asgi import JsonObject
 from serve.entrypoints.http_errors import ErrorReply
-from serve.entrypoints.openai.responses_protocol import ResponsesRequest, TextFormat
+from serve.entrypoints.responses.protocol import ResponsesRequest, TextFormat
 
 ItemKind = Literal["message", "reasoning", "function_call"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

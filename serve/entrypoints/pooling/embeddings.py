@@ -11,10 +11,10 @@ from serve.checkpoint import PoolerConfig
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import run_while_connected, wait_for_disconnect
 from serve.entrypoints.openai.generation import Generation, admit, read_body
-from serve.entrypoints.openai.pooling_job import Pooled, PoolingJob, json_reply, pooling_usage
-from serve.entrypoints.openai.pooling_protocol import InputRequest
 from serve.entrypoints.openai.protocol import parse_request
-from serve.entrypoints.openai.vectors import vector_reply
+from serve.entrypoints.pooling.pooling_job import Pooled, PoolingJob, json_reply, pooling_usage
+from serve.entrypoints.pooling.protocol import InputRequest
+from serve.entrypoints.pooling.vectors import vector_reply
 from serve.entrypoints.tasks import require_pooling
 from serve.errors import InvalidRequest
 from serve.pooling_params import PoolingParams

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from serve.entrypoints.openai.responses_output import RUNNING, ResponseObject
+from serve.entrypoints.responses.output_items import RUNNING, ResponseObject
 from serve.errors import InvalidRequest, NotFound, Overloaded
 
 _decode_items: Final = msgspec.json.Decoder(list[dict[str, object]]).decode

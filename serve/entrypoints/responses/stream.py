@@ -11,8 +11,9 @@ from typing import Final
 from serve.entrypoints.asgi import JsonObject
 from serve.entrypoints.http_errors import ErrorReply
 from serve.entrypoints.openai.logprobs import chat_logprobs
-from serve.entrypoints.openai.responses_input import new_id
-from serve.entrypoints.openai.responses_output import (
+from serve.entrypoints.openai.turn import TurnDelta
+from serve.entrypoints.responses.input_items import new_id
+from serve.entrypoints.responses.output_items import (
     ID_PREFIXES,
     ItemKind,
     OutputItem,
@@ -21,7 +22,6 @@ from serve.entrypoints.openai.responses_output import (
     error_object,
     window_of,
 )
-from serve.entrypoints.openai.turn import TurnDelta
 from serve.entrypoints.sse import named_event
 from serve.renderers.output_events import CallDelta, CallStart, ContentDelta, ReasoningDelta
 

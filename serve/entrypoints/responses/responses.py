@@ -18,7 +18,8 @@ from serve.entrypoints.asgi import JsonObject, run_while_connected, wait_for_dis
 from serve.entrypoints.http_errors import ErrorReply, error_reply
 from serve.entrypoints.openai.generation import Generation, read_body, start_generation
 from serve.entrypoints.openai.protocol import ChatCompletionRequest, parse_request
-from serve.entrypoints.openai.responses_input import (
+from serve.entrypoints.openai.turn import Turn, chat_render_request, open_turn
+from serve.entrypoints.responses.input_items import (
     Item,
     chat_messages,
     new_id,
@@ -26,11 +27,10 @@ from serve.entrypoints.openai.responses_input import (
     turn_starts,
     without_oldest,
 )
-from serve.entrypoints.openai.responses_output import ResponseObject, echoed_fields, usage_counts
-from serve.entrypoints.openai.responses_protocol import DEFAULT_PAGE, MAX_PAGE, ResponsesRequest, own_words
-from serve.entrypoints.openai.responses_store import EventLog, StoredResponse
-from serve.entrypoints.openai.responses_stream import ResponseWriter
-from serve.entrypoints.openai.turn import Turn, chat_render_request, open_turn
+from serve.entrypoints.responses.output_items import ResponseObject, echoed_fields, usage_counts
+from serve.entrypoints.responses.protocol import DEFAULT_PAGE, MAX_PAGE, ResponsesRequest, own_words
+from serve.entrypoints.responses.store import EventLog, StoredResponse
+from serve.entrypoints.responses.stream import ResponseWriter
 from serve.entrypoints.sse import start_stream
 from serve.errors import InvalidRequest, Overloaded
 from serve.renderers.renderer import TOO_LONG

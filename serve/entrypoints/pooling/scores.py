@@ -15,15 +15,15 @@ from fastapi.responses import Response
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import run_while_connected, wait_for_disconnect
 from serve.entrypoints.openai.generation import Generation, admit, read_body
-from serve.entrypoints.openai.pooling_job import (
+from serve.entrypoints.openai.protocol import parse_request
+from serve.entrypoints.pooling.pooling_job import (
     Pooled,
     PoolingJob,
     json_reply,
     pooling_usage,
     split_texts,
 )
-from serve.entrypoints.openai.pooling_protocol import PoolingBody, RerankRequest, ScoreRequest
-from serve.entrypoints.openai.protocol import parse_request
+from serve.entrypoints.pooling.protocol import PoolingBody, RerankRequest, ScoreRequest
 from serve.entrypoints.tasks import require_scoring
 from serve.errors import InvalidRequest
 from serve.pooling_params import PoolingParams

@@ -12,8 +12,8 @@ import numpy as np
 from fastapi.responses import Response
 
 from serve.entrypoints.openai.generation import Generation
-from serve.entrypoints.openai.pooling_job import Pooled, json_reply, pooling_usage
-from serve.entrypoints.openai.pooling_protocol import InputRequest
+from serve.entrypoints.pooling.pooling_job import Pooled, json_reply, pooling_usage
+from serve.entrypoints.pooling.protocol import InputRequest
 from serve.errors import InvalidRequest
 
 # Clients and proxies refuse longer heads.

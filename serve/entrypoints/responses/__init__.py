@@ -1,0 +1,1 @@
+"""OpenAI Responses: items in, items out, kept under their ids."""
