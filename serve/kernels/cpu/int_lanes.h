@@ -10,8 +10,6 @@ namespace serve {
 
 typedef uint16_t NativeWords __attribute__((vector_size(kNative * 4)));
 typedef int16_t NativeShorts __attribute__((vector_size(kNative * 4)));
-typedef uint8_t NativeBytes __attribute__((vector_size(kNative)));
-typedef int8_t NativeChars __attribute__((vector_size(kNative)));
 
 struct ShortLanes {
   NativeShorts part[kParts];
@@ -27,6 +25,18 @@ SERVE_INLINE NativeShorts splat_pair(const int16_t* source) {
   return (NativeShorts)_mm256_set1_epi32(pair);
 #else
   return (NativeShorts)(pair - NativeInt{});
+#endif
+}
+
+// Keeps a sum in its register: a compiler that regroups exact sums holds all products first, in more
+// registers than there are.
+SERVE_INLINE void pin(NativeInt* sum) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(*sum));
+#elif defined(__x86_64__)
+  asm("" : "+x"(*sum));
+#elif defined(__aarch64__)
+  asm("" : "+w"(*sum));
 #endif
 }
 
@@ -63,16 +73,26 @@ SERVE_INLINE NativeShorts load_shorts(const int16_t* source) {
   return out;
 }
 
-// Widens sixteen bytes, signed or not, to floats.
+// Widens bytes, signed or not, to floats.
+SERVE_INLINE Native widen_bytes(const uint8_t* source, bool is_signed) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)source);
+  const __m512i wide = is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+  return (Native)_mm512_cvtepi32_ps(wide);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)source);
+  const __m256i wide = is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+  return (Native)_mm256_cvtepi32_ps(wide);
+#else
+  Native out;
+  for (int i = 0; i < kNative; i++) out[i] = is_signed ? (float)(int8_t)source[i] : (float)source[i];
+  return out;
+#endif
+}
+
 SERVE_INLINE Lanes load_bytes(const uint8_t* source, bool is_signed) {
   Lanes out;
-  for (int i = 0; i < kParts; i++) {
-    NativeBytes bytes;
-    std::memcpy(&bytes, source + i * kNative, sizeof bytes);
-    const NativeInt wide = is_signed ? __builtin_convertvector((NativeChars)bytes, NativeInt)
-                                     : __builtin_convertvector(bytes, NativeInt);
-    out.part[i] = __builtin_convertvector(wide, Native);
-  }
+  for (int i = 0; i < kParts; i++) out.part[i] = widen_bytes(source + i * kNative, is_signed);
   return out;
 }
 

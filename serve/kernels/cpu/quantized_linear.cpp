@@ -19,11 +19,10 @@ constexpr float kLargestCode = 32767.0f;
 constexpr float kSmallestInput = 1e-33f;      // a block below this is zero: its scale has no inverse
 constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 constexpr int64_t kMinInputs = 16 * 1024;     // the same for quantising
-constexpr int64_t kChunkBlocks = 16;          // blocks of a tile that are expanded at a time
-constexpr int64_t kChunkRows = 128;           // rows whose integers stay in the L2 cache
-constexpr int kDirectRows = 4;                // up to this many rows expand the codes in registers
+constexpr int64_t kChunkBytes = 512 * 1024;   // rows as integers that stay in the L2 cache
+constexpr int64_t kPrefetchBlocks = 8;        // blocks of a tile ahead that are fetched
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
+constexpr int kMaxRows = 8;
 #else
 constexpr int kMaxRows = 4;
 #endif
@@ -121,111 +120,46 @@ SERVE_INLINE void finish(const Problem& p, int64_t row, int64_t tile, Lanes tota
   store_some(p.out + row * p.out_stride + output, total, count);
 }
 
-// Few rows: codes are expanded in registers and used at once.
+// A tile times kRows rows: codes are expanded in registers, once for all of the rows.
 template <typename T, int kRows>
-void direct_tile(const Problem& p, int64_t tile) {
+void block(const Problem& p, int64_t tile, int64_t row) {
   const uint8_t* weight = p.weight + tile * T::tile_bytes(p.num_in);
+  const int16_t* codes[kRows];
+  const BlockInfo* infos[kRows];
   Lanes totals[kRows];
-  for (int r = 0; r < kRows; r++) totals[r] = splat(0.0f);
+  for (int r = 0; r < kRows; r++) {
+    codes[r] = p.x.codes(row + r);
+    infos[r] = p.x.infos(row + r);
+    totals[r] = splat(0.0f);
+  }
   const int64_t num_blocks = p.num_in / kBlockInputs;
   for (int64_t b = 0; b < num_blocks; b++) {
     const uint8_t* head = T::head(weight, b);
     const uint8_t* block = T::block(weight, b);
-    for (int i = 0; i < T::kBlockBytes; i += 64) __builtin_prefetch(block + 8 * T::kBlockBytes + i);
+    for (int i = 0; i < T::kBlockBytes; i += 64) {
+      __builtin_prefetch(block + kPrefetchBlocks * T::kBlockBytes + i);
+    }
 #pragma GCC unroll 2
     for (int group = 0; group < T::kGroups; group++) {
       const int entry = T::kGroups == 1 ? 0 : 1 + group;
       NativeInt sums[kRows][kParts];
       for (int r = 0; r < kRows; r++) {
-        const int32_t start = -T::kOffset * p.x.infos(r)[b].sums[entry];
+        const int32_t start = -T::kOffset * infos[r][b].sums[entry];
         for (int i = 0; i < kParts; i++) sums[r][i] = start - NativeInt{};
       }
 #pragma GCC unroll 16
       for (int pair = group * T::kGroup / 2; pair < (group + 1) * T::kGroup / 2; pair++) {
-        const ShortLanes codes = T::codes(block, pair);
+        const ShortLanes w = T::codes(block, pair);
         for (int r = 0; r < kRows; r++) {
-          const NativeShorts x = splat_pair(p.x.codes(r) + b * kBlockInputs + 2 * pair);
-          for (int i = 0; i < kParts; i++) sums[r][i] = add_products(sums[r][i], codes.part[i], x);
+          const NativeShorts x = splat_pair(codes[r] + b * kBlockInputs + 2 * pair);
+          for (int i = 0; i < kParts; i++) {
+            sums[r][i] = add_products(sums[r][i], w.part[i], x);
+            pin(&sums[r][i]);
+          }
         }
       }
       Factors<T::kHasMinimum> factors{T::scale(head, block, group), splat(0.0f)};
       if constexpr (T::kHasMinimum) factors.minimum = T::minimum(head, block, group);
-      for (int r = 0; r < kRows; r++) {
-        const BlockInfo& info = p.x.infos(r)[b];
-        for (int i = 0; i < kParts; i++) {
-          totals[r].part[i] = add_group(totals[r].part[i], sums[r][i], factors, i, info, entry);
-        }
-      }
-    }
-  }
-  for (int r = 0; r < kRows; r++) finish(p, r, tile, totals[r]);
-}
-
-// A piece of a tile with its codes as 16-bit integers and its scales as floats.
-struct Expanded {
-  int16_t codes[kChunkBlocks][kPairs][2 * kLanes];
-  float scales[kChunkBlocks][kMaxGroups][kLanes];
-  float minimums[kChunkBlocks][kMaxGroups][kLanes];
-};
-
-template <typename T>
-void expand(const uint8_t* weight, int64_t first, int64_t last, Expanded* out) {
-  for (int64_t b = first; b < last; b++) {
-    const uint8_t* head = T::head(weight, b);
-    const uint8_t* block = T::block(weight, b);
-#pragma GCC unroll 16
-    for (int pair = 0; pair < kPairs; pair++) {
-      const ShortLanes codes = T::codes(block, pair);
-      for (int i = 0; i < kParts; i++) {
-        const NativeShorts value = codes.part[i] - (int16_t)T::kOffset;
-        std::memcpy(out->codes[b - first][pair] + i * 2 * kNative, &value, sizeof value);
-      }
-    }
-    for (int group = 0; group < T::kGroups; group++) {
-      store(out->scales[b - first][group], T::scale(head, block, group));
-      if constexpr (T::kHasMinimum) {
-        store(out->minimums[b - first][group], T::minimum(head, block, group));
-      }
-    }
-  }
-}
-
-// Adds the products of an expanded piece, blocks [first, last), for kRows rows. The sums of earlier
-// pieces wait in out.
-template <int kGroup, bool kHasMinimum, int kRows>
-void expanded_rows(const Problem& p, const Expanded& weight, int64_t row, int64_t tile, int64_t first,
-                   int64_t last) {
-  constexpr int kGroups = kBlockInputs / kGroup;
-  Lanes totals[kRows];
-  const int16_t* codes[kRows];
-  const BlockInfo* infos[kRows];
-  const int64_t count = p.num_out - tile * kLanes;
-  for (int r = 0; r < kRows; r++) {
-    float* target = p.out + (row + r) * p.out_stride + tile * kLanes;
-    totals[r] = first == 0 ? splat(0.0f) : load_some(target, count);
-    codes[r] = p.x.codes(row + r);
-    infos[r] = p.x.infos(row + r);
-  }
-  for (int64_t b = first; b < last; b++) {
-#pragma GCC unroll 2
-    for (int group = 0; group < kGroups; group++) {
-      const int entry = kGroups == 1 ? 0 : 1 + group;
-      NativeInt sums[kRows][kParts];
-      for (int r = 0; r < kRows; r++) {
-        for (int i = 0; i < kParts; i++) sums[r][i] = NativeInt{};
-      }
-      const int16_t* source = weight.codes[b - first][group * kGroup / 2];
-      for (int pair = group * kGroup / 2; pair < (group + 1) * kGroup / 2; pair++) {
-        NativeShorts w[kParts];
-        for (int i = 0; i < kParts; i++) w[i] = load_shorts(source + i * 2 * kNative);
-        source += 2 * kLanes;
-        for (int r = 0; r < kRows; r++) {
-          const NativeShorts x = splat_pair(codes[r] + b * kBlockInputs + 2 * pair);
-          for (int i = 0; i < kParts; i++) sums[r][i] = add_products(sums[r][i], w[i], x);
-        }
-      }
-      Factors<kHasMinimum> factors{load(weight.scales[b - first][group]), splat(0.0f)};
-      if constexpr (kHasMinimum) factors.minimum = load(weight.minimums[b - first][group]);
       for (int r = 0; r < kRows; r++) {
         for (int i = 0; i < kParts; i++) {
           totals[r].part[i] = add_group(totals[r].part[i], sums[r][i], factors, i, infos[r][b], entry);
@@ -233,55 +167,22 @@ void expanded_rows(const Problem& p, const Expanded& weight, int64_t row, int64_
       }
     }
   }
-  for (int r = 0; r < kRows; r++) {
-    if (last * kBlockInputs == p.num_in) {
-      finish(p, row + r, tile, totals[r]);
-    } else {
-      store_some(p.out + (row + r) * p.out_stride + tile * kLanes, totals[r], count);
-    }
-  }
+  for (int r = 0; r < kRows; r++) finish(p, row + r, tile, totals[r]);
 }
 
-// Picks the height at run time; count is at most kRows.
-template <int kGroup, bool kHasMinimum, int kRows>
-SERVE_INLINE void some_rows(int count, const Problem& p, const Expanded& weight, int64_t row,
-                            int64_t tile, int64_t first, int64_t last) {
-  if constexpr (kRows > 1) {
-    if (count < kRows) {
-      return some_rows<kGroup, kHasMinimum, kRows - 1>(count, p, weight, row, tile, first, last);
-    }
-  }
-  expanded_rows<kGroup, kHasMinimum, kRows>(p, weight, row, tile, first, last);
-}
-
-template <typename T>
-void expanded_tiles(const Problem& p, int64_t begin, int64_t end) {
-  Expanded expanded;
-  const int64_t num_blocks = p.num_in / kBlockInputs;
-  for (int64_t first_row = 0; first_row < p.num_rows; first_row += kChunkRows) {
-    const int64_t end_row = std::min(first_row + kChunkRows, p.num_rows);
-    for (int64_t tile = begin; tile < end; tile++) {
-      const uint8_t* weight = p.weight + tile * T::tile_bytes(p.num_in);
-      for (int64_t first = 0; first < num_blocks; first += kChunkBlocks) {
-        const int64_t last = std::min(first + kChunkBlocks, num_blocks);
-        expand<T>(weight, first, last, &expanded);
-        for (int64_t row = first_row; row < end_row; row += kMaxRows) {
-          const int count = (int)std::min<int64_t>(kMaxRows, end_row - row);
-          some_rows<T::kGroup, T::kHasMinimum, kMaxRows>(count, p, expanded, row, tile, first, last);
-        }
-      }
-    }
-  }
+// Takes rows [row, end) in blocks of kRows, the rest in lower ones.
+template <typename T, int kRows>
+void rows(const Problem& p, int64_t tile, int64_t row, int64_t end) {
+  for (; row + kRows <= end; row += kRows) block<T, kRows>(p, tile, row);
+  if constexpr (kRows > 1) rows<T, kRows / 2>(p, tile, row, end);
 }
 
 template <typename T>
 void tiles(const Problem& p, int64_t begin, int64_t end) {
-  if (p.num_rows > kDirectRows) return expanded_tiles<T>(p, begin, end);
-  for (int64_t tile = begin; tile < end; tile++) {
-    if (p.num_rows == 1) direct_tile<T, 1>(p, tile);
-    if (p.num_rows == 2) direct_tile<T, 2>(p, tile);
-    if (p.num_rows == 3) direct_tile<T, 3>(p, tile);
-    if (p.num_rows == 4) direct_tile<T, 4>(p, tile);
+  const int64_t chunk = std::max(kChunkBytes / p.x.stride() / kMaxRows, (int64_t)1) * kMaxRows;
+  for (int64_t row = 0; row < p.num_rows; row += chunk) {
+    const int64_t end_row = std::min(row + chunk, p.num_rows);
+    for (int64_t tile = begin; tile < end; tile++) rows<T, kMaxRows>(p, tile, row, end_row);
   }
 }
 

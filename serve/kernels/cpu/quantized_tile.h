@@ -65,11 +65,12 @@ struct Tile {
   }
 
   static const uint8_t* block(const uint8_t* tile, int64_t index) {
-    return tile + index / kUnitBlocks * kUnitBytes + kHeadBytes + index % kUnitBlocks * kBlockBytes;
+    const uint64_t place = (uint64_t)index;
+    return head(tile, index) + kHeadBytes + place % kUnitBlocks * kBlockBytes;
   }
 
   static const uint8_t* head(const uint8_t* tile, int64_t index) {
-    return tile + index / kUnitBlocks * kUnitBytes;
+    return tile + (uint64_t)index / kUnitBlocks * kUnitBytes;
   }
 
   // The codes of one pair of columns, without the offset.
