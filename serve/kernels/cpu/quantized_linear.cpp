@@ -20,7 +20,6 @@ constexpr float kSmallestInput = 1e-33f;      // a block below this is zero: its
 constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 constexpr int64_t kMinInputs = 16 * 1024;     // the same for quantising
 constexpr int64_t kChunkBytes = 512 * 1024;   // rows as integers that stay in the L2 cache
-constexpr int64_t kPrefetchBlocks = 8;        // blocks of a tile ahead that are fetched
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 8;
 #else
@@ -136,9 +135,6 @@ void block(const Problem& p, int64_t tile, int64_t row) {
   for (int64_t b = 0; b < num_blocks; b++) {
     const uint8_t* head = T::head(weight, b);
     const uint8_t* block = T::block(weight, b);
-    for (int i = 0; i < T::kBlockBytes; i += 64) {
-      __builtin_prefetch(block + kPrefetchBlocks * T::kBlockBytes + i);
-    }
 #pragma GCC unroll 2
     for (int group = 0; group < T::kGroups; group++) {
       const int entry = T::kGroups == 1 ? 0 : 1 + group;

@@ -123,7 +123,7 @@ class ParameterLoader:
         return fused.to(self.device)
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
-        """Load matrices as the blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
+        """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
         found = [self._source.blocks(name) for name in names]
         groups: list[list[QuantizedBlocks]] = []
         for blocks in found:
