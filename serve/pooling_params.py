@@ -15,8 +15,10 @@ class PoolingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     dimensions: leading elements to keep of an embedding before it is normalised, None for all. use_activation:
     bring an embedding to length 1, or turn class scores into probabilities; None for the model's own habit.
+    second_text_start: index of the first prompt token that belongs to the second text of a pair, None without one.
     """
 
     task: PoolingTask = "embed"
     dimensions: int | None = None
     use_activation: bool | None = None
+    second_text_start: int | None = None

@@ -9,17 +9,16 @@ from typing import Final, Literal
 import msgspec
 
 from serve.errors import InvalidRequest
+from serve.limits import RequestLimits, check_count, too_many
 
 GREEDY_EPSILON: Final = 1e-5
 MIN_TEMPERATURE: Final = 0.01
-MAX_N: Final = 128
-MAX_STOP_STRINGS: Final = 16
-MAX_STOP_CHARS: Final = 1024
-MAX_LOGIT_BIAS: Final = 1024
-MAX_BAD_WORDS: Final = 128
-MAX_STOP_TOKEN_IDS: Final = 128
+# A loop is looked for at every token, so its length is bounded.
+MAX_PATTERN_SIZE: Final = 1024
+MAX_PATTERN_TOKENS: Final = 65536
 # What a model's generation config, or the server, may set for requests that leave it open.
 DEFAULT_SAMPLING_KEYS: Final = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+DEFAULT_LIMITS: Final = RequestLimits()
 _INT64_MAX: Final = 2**63 - 1
 
 
@@ -122,14 +121,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.temperature < GREEDY_EPSILON
 
 
-def normalize(params: SamplingParams) -> SamplingParams:
+def normalize(params: SamplingParams, limits: RequestLimits = DEFAULT_LIMITS) -> SamplingParams:
     """Check every value that needs no model and return the canonical form.
 
     Raises InvalidRequest naming field, value and limit. A temperature in (0, 0.01) becomes 0.01; greedy requests
     drop top_p, top_k and min_p; top_k -1 becomes 0; bias values are clipped to [-100, 100].
     """
     _check_ranges(params)
-    _check_lists(params)
+    _check_lists(params, limits)
+    _check_patterns(params)
     changes: dict[str, object] = {}
     if GREEDY_EPSILON <= params.temperature < MIN_TEMPERATURE:
         changes["temperature"] = MIN_TEMPERATURE
@@ -153,7 +153,7 @@ def _check_ranges(p: SamplingParams) -> None:
     for name in _FLOAT_FIELDS:
         value = _FLOAT_FIELDS[name](p)
         _require(math.isfinite(value), name, "a finite number", value)
-    _require(1 <= p.n <= MAX_N, "n", f"between 1 and {MAX_N}", p.n)
+    _require(p.n >= 1, "n", "at least 1", p.n)
     _require(0.0 <= p.temperature <= 2.0, "temperature", "in [0, 2]", p.temperature)
     _require(0.0 < p.top_p <= 1.0, "top_p", "in (0, 1]", p.top_p)
     _require(-1 <= p.top_k <= _INT64_MAX, "top_k", "-1, 0 (both off) or a positive integer", p.top_k)
@@ -179,25 +179,66 @@ _FLOAT_FIELDS: Final = {
 }
 
 
-def _check_lists(p: SamplingParams) -> None:
-    _require(len(p.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(p.stop))
+def _check_lists(p: SamplingParams, limits: RequestLimits) -> None:
+    if p.n > limits.max_n:
+        raise too_many(p.n, limits.max_n, param="n", what="choices", flag_name="--max-n")
+    check_count(p.stop, limits.max_stop, param="stop", what="strings", flag_name="--max-stop")
     _require(all(p.stop), "stop", "free of empty strings", list(p.stop))
-    chars = sum(len(s) for s in p.stop)
-    _require(chars <= MAX_STOP_CHARS, "stop", f"at most {MAX_STOP_CHARS} characters in total", chars)
+    _check_chars(p.stop, limits.max_stop_chars, param="stop", flag_name="--max-stop-chars")
     _require(not p.stop or p.detokenize, "stop", "empty when detokenize is false", list(p.stop))
-    _require(
-        len(p.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-        "stop_token_ids",
-        f"at most {MAX_STOP_TOKEN_IDS} ids",
-        len(p.stop_token_ids),
-    )
-    _require(len(p.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings", len(p.bad_words))
+    ids = p.stop_token_ids
+    check_count(ids, limits.max_stop_token_ids, param="stop_token_ids", what="ids", flag_name="--max-stop-token-ids")
+    check_count(p.bad_words, limits.max_bad_words, param="bad_words", what="strings", flag_name="--max-bad-words")
     _require(all(p.bad_words), "bad_words", "free of empty strings", list(p.bad_words))
+    _check_chars(p.bad_words, limits.max_bad_words_chars, param="bad_words", flag_name="--max-bad-words-chars")
     if p.allowed_token_ids is not None:
         _require(len(p.allowed_token_ids) > 0, "allowed_token_ids", "a non-empty list", [])
-    if p.logit_bias is not None:
-        _require(
-            len(p.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(p.logit_bias)
+    bias = p.logit_bias or {}
+    check_count(bias, limits.max_logit_bias, param="logit_bias", what="entries", flag_name="--max-logit-bias")
+    for value in bias.values():
+        _require(math.isfinite(value), "logit_bias", "made of finite numbers", value)
+    _check_logprob_token_ids(p, limits.max_logprob_token_ids)
+
+
+def _check_chars(texts: tuple[str, ...], limit: int, *, param: str, flag_name: str) -> None:
+    num_chars = sum(len(text) for text in texts)
+    if num_chars > limit:
+        raise too_many(num_chars, limit, param=param, what="characters in total", flag_name=flag_name)
+
+
+def _check_logprob_token_ids(p: SamplingParams, limit: int) -> None:
+    name, ids = "logprob_token_ids", p.logprob_token_ids
+    if ids is None:
+        return
+    check_count(ids, limit, param=name, what="ids", flag_name="--max-logprob-token-ids")
+    _require(len(ids) > 0, name, "a non-empty list", [])
+    _require(len(set(ids)) == len(ids), name, "free of repeated ids", list(ids))
+    if p.logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs; ask for them too", param=name)
+    if p.logprobs not in (0, len(ids)):
+        raise InvalidRequest(
+            f"logprob_token_ids holds {len(ids)} ids and {p.logprobs} best tokens are asked for; ask for none or for "
+            f"{len(ids)}",
+            param=name,
         )
-        for value in p.logit_bias.values():
-            _require(math.isfinite(value), "logit_bias", "made of finite numbers", value)
+
+
+def _check_patterns(p: SamplingParams) -> None:
+    loop = p.repetition_detection
+    if loop is None:
+        return
+    name = "repetition_detection"
+    _require(loop.min_count >= 2, f"{name}.min_count", "at least 2", loop.min_count)
+    _require(loop.min_size >= 1, f"{name}.min_pattern_size", "at least 1", loop.min_size)
+    _require(
+        loop.min_size <= loop.max_size <= MAX_PATTERN_SIZE,
+        f"{name}.max_pattern_size",
+        f"min_pattern_size={loop.min_size} to {MAX_PATTERN_SIZE}",
+        loop.max_size,
+    )
+    _require(
+        loop.max_size * loop.min_count <= MAX_PATTERN_TOKENS,
+        f"{name}.min_count",
+        f"at most {MAX_PATTERN_TOKENS} // max_pattern_size={loop.max_size}",
+        loop.min_count,
+    )

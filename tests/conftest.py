@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import BUILT_IN, Server, running
+from tests.e2e.server import BUILT_IN, EMBEDDING_MODEL, Server, running
 from tests.source_tree import ROOT
 
 PULL_LIMIT_S = 600
@@ -116,8 +116,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_model: Path) -> Iterator[Server]:
-    """The seeded random model: thousands of tokens a second."""
-    with running("--served-model-name", "tiny", "--kv-cache-memory", "64MiB", model=str(tiny_model)) as server:
+    """The seeded random model: thousands of tokens a second. It takes prompts as embeddings too."""
+    flags = ("--served-model-name", "tiny", "--kv-cache-memory", "64MiB", "--enable-prompt-embeds")
+    with running(*flags, model=str(tiny_model)) as server:
         yield server
 
 
@@ -126,3 +127,66 @@ def tiny(tiny_server: Server) -> Server:
     """The fast server, idle."""
     tiny_server.wait_idle()
     return tiny_server
+
+
+@pytest.fixture(scope="session")
+def parts_server(built_in_model: str) -> Iterator[Server]:
+    """Answers with parts: calls as Hermes writes them, thoughts as Qwen3 marks them."""
+    flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--kv-cache-memory", "256MiB")
+    with running(*flags, "--max-model-len", "4096", model=built_in_model) as server:
+        yield server
+
+
+@pytest.fixture
+def parts(parts_server: Server) -> Server:
+    """The server that reads calls and thoughts, idle."""
+    parts_server.wait_idle()
+    return parts_server
+
+
+@pytest.fixture(scope="session")
+def embedding_folder() -> Path:
+    """The folder of the real embedding model, fetched into the user's cache once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", "pull", EMBEDDING_MODEL],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PULL_LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def embeddings(embedding_folder: Path) -> Iterator[Server]:
+    """The real embedding model under its own name."""
+    with running(model=EMBEDDING_MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cross_encoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded BERT with one label, which scores pairs of texts."""
+    from tests.pooling_checkpoints import write_pooling_checkpoint
+
+    folder = tmp_path_factory.mktemp("cross-encoder")
+    return write_pooling_checkpoint(folder, "BertForSequenceClassification", num_labels=1)
+
+
+@pytest.fixture(scope="session")
+def cross_encoder(cross_encoder_folder: Path) -> Iterator[Server]:
+    """The seeded scorer of pairs."""
+    with running("--served-model-name", "pairs", model=str(cross_encoder_folder)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def decoder_embeddings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A seeded Llama that was made to generate and serves as an embedding model, 32 tokens a step."""
+    from tests.pooling_checkpoints import write_pooling_checkpoint
+
+    folder = write_pooling_checkpoint(tmp_path_factory.mktemp("decoder"), "LlamaForCausalLM")
+    flags = ("--runner", "pooling", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+    with running("--served-model-name", "decoder", *flags, "--kv-cache-memory", "64MiB", model=str(folder)) as server:
+        yield server

@@ -7,10 +7,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from serve.checkpoint import Checkpoint, ModelArch
+import numpy as np
+
+from serve.checkpoint import Checkpoint, ModelArch, PoolerConfig
 from serve.engine.input_processor import RequestOptions
 from serve.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from serve.engine.stats import EngineStats
+from serve.pooling_params import PoolingParams
 from serve.renderers.decode_stream import Utf8Stream
 from serve.sampling_params import SamplingParams, normalize
 from serve.wire.codec import MsgpackDecoder, MsgpackEncoder
@@ -39,13 +42,13 @@ BYTE_VOCAB_SIZE = 260
 class ByteDecodeStream:
     """Text of bytes, whole characters only."""
 
-    def __init__(self, tokenizer: ByteTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: ByteTokenizer, skip_special_tokens: bool, visible_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip_ids = tokenizer.all_special_ids - visible_token_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = Utf8Stream()
 
     def step(self, token_id: int) -> str | None:
-        if self._skip and token_id in self._tokenizer.all_special_ids:
+        if token_id in self._skip_ids:
             return None
         return self._utf8.decode(self._tokenizer.token_to_bytes(token_id)) or None
 
@@ -71,6 +74,24 @@ class ByteTokenizer:
         token_ids = ([BOS_ID] if add_special_tokens else []) + list(text.encode())
         return token_ids[:max_length]
 
+    def encode_texts(
+        self, texts: tuple[str, ...], *, add_special_tokens: bool, keep: int | None, side: str
+    ) -> tuple[list[int], list[int]]:
+        """Put <bos> before and <eos> after each text; of texts that are too long the last loses first."""
+        parts = [list(text.encode()) for text in texts]
+        while keep is not None and sum(map(len, parts)) > keep:
+            longest = parts[-1] if parts[-1] else parts[0]
+            del longest[0 if side == "left" else -1]
+        ids, kinds = [], []
+        for kind, part in enumerate(parts):
+            whole = [BOS_ID, *part, EOS_ID] if add_special_tokens else part
+            ids += whole
+            kinds += [kind] * len(whole)
+        return ids, kinds
+
+    def num_added_tokens(self, *, is_pair: bool) -> int:
+        return 4 if is_pair else 2
+
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> str:
@@ -86,8 +107,10 @@ class ByteTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return next((i for i, data in self._bytes.items() if data == token.encode()), None)
 
-    def new_decode_stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> ByteDecodeStream:
-        return ByteDecodeStream(self, skip_special_tokens)
+    def new_decode_stream(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, visible_token_ids: Sequence[int] = ()
+    ) -> ByteDecodeStream:
+        return ByteDecodeStream(self, skip_special_tokens, frozenset(visible_token_ids))
 
 
 def byte_checkpoint(vocab_size: int = BYTE_VOCAB_SIZE) -> Checkpoint:
@@ -197,8 +220,15 @@ class FakeCore:
 class ScriptedStream:
     """The hand-overs of one request as a test wrote them; an Event in between is waited for, an error is raised."""
 
-    def __init__(self, llm: ScriptedLLM, request_id: str, steps: Sequence[RequestOutput | Exception | asyncio.Event]):
+    def __init__(
+        self,
+        llm: ScriptedLLM,
+        request_id: str,
+        steps: Sequence[RequestOutput | Exception | asyncio.Event],
+        on_read: Callable[[str], None] = lambda request_id: None,
+    ):
         self._llm = llm
+        self._on_read = on_read
         self._request_id = request_id
         self._steps = list(steps)
 
@@ -213,6 +243,7 @@ class ScriptedStream:
             elif isinstance(step, Exception):
                 raise step
             else:
+                self._on_read(self._request_id)
                 return step
         raise StopAsyncIteration
 
@@ -230,6 +261,9 @@ class ScriptedLLM:
         max_model_len: int = 128,
     ) -> None:
         self.max_model_len = max_model_len
+        self.pooling: PoolerConfig | None = None
+        self.end_token_ids = frozenset({EOS_ID, SECOND_EOS_ID})
+        self.prompt_embeds_size: int | None = None
         self.default_sampling: dict[str, float] = {}
         self.stats = EngineStats(max_model_len)
         self.requests: list[tuple[list[int], SamplingParams, str, RequestOptions]] = []
@@ -239,6 +273,22 @@ class ScriptedLLM:
         self.silence = 0.0
         self.pauses: list[str] = []
         self._script = script
+        self.pooling_requests: list[tuple[list[int], PoolingParams, str, RequestOptions]] = []
+        self.pooling_results: list[str] = []
+        self.most_open = 0
+
+    async def add_pooling_request(
+        self, prompt_token_ids: list[int], params: PoolingParams, request_id: str, *, options: RequestOptions
+    ) -> ScriptedStream:
+        """Give a vector of two elements: the number of tokens, and the last of them."""
+        self.pooling_requests.append((prompt_token_ids, params, request_id, options))
+        self.most_open = max(self.most_open, len(self.pooling_requests) - len(self.pooling_results))
+        vector = np.array([len(prompt_token_ids), prompt_token_ids[-1]], dtype=np.float32)
+        if params.use_activation:
+            vector /= np.linalg.norm(vector)
+        choice = CompletionOutput(0, "", [], finish_reason=FinishReason.STOP)
+        output = RequestOutput(request_id, prompt_token_ids, [choice], finished=True, pooled=vector)
+        return ScriptedStream(self, request_id, [output], on_read=self.pooling_results.append)
 
     def heartbeat_age(self) -> float:
         return self.silence

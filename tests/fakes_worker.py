@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.kernels.attention import AttentionMetadata, KVCache, select_backend
+from serve.models.layers.embedding import PromptEmbeds
 from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
@@ -41,8 +42,14 @@ class ScriptedModel:
         self.num_logits_rows: list[int] = []
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> Tensor:
+        assert prompt_embeds is None, "the scripted model looks at ids only"
         assert len(input_ids) == meta.num_tokens == len(positions)
         return torch.stack([input_ids.double(), positions.double()], dim=1)
 
@@ -74,10 +81,18 @@ class TinyAttentionModel:
         self._backend = select_backend(CPU)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> Tensor:
         w = self._torch
-        hidden = w["embed"][input_ids.long()] + w["position"][positions]
+        hidden = w["embed"][input_ids.long()]
+        if prompt_embeds is not None:
+            prompt_embeds.write_to(hidden)
+        hidden = hidden + w["position"][positions]
         num_tokens = len(hidden)
         for layer in range(self.num_layers):
             query = (hidden @ w["query"][layer]).view(num_tokens, self.num_heads, self.head_size)
@@ -88,6 +103,10 @@ class TinyAttentionModel:
             self._backend.attend(query, kv_caches[layer], meta, attended, scale=self.head_size**-0.5)
             hidden = hidden + attended.view(num_tokens, -1) @ w["out"][layer]
         return hidden
+
+    def embeddings(self) -> NDArray[np.float32]:
+        """Give what forward looks up for each id, [vocab_size, hidden_size]."""
+        return self._weights["embed"].astype(np.float32)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return hidden_states @ self._torch["embed"].T

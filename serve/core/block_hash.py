@@ -12,9 +12,12 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import numpy as np
 import xxhash
 
 _ROOT_BYTES: Final = 32
+# Makes a pair of keys out of the rows' digest, so that no salt, which is one key, can look like it.
+_EMBEDS: Final = b"prompt_embeds"
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -49,15 +52,25 @@ class BlockHasher:
         ids = self._pack_ids(*token_ids)
         return self._digest(_join((parent or self._root, ids, *extra_keys)))
 
-    def extend(self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None) -> None:
+    def extend(
+        self,
+        block_hashes: list[bytes],
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        prompt_embeds: np.ndarray | None = None,
+    ) -> None:
         """Append the names of the full blocks of token_ids that block_hashes does not cover yet.
 
-        The salt enters the first block only; the chain carries it to the others.
+        The salt enters the first block only; the chain carries it to the others. The rows of prompt_embeds
+        [num_prompt_tokens, hidden_size] enter the blocks that they fill.
         """
         size = self.block_size
         parent = block_hashes[-1] if block_hashes else None
         for index in range(len(block_hashes), len(token_ids) // size):
-            extra_keys = (cache_salt.encode(),) if index == 0 and cache_salt is not None else ()
+            extra_keys = [cache_salt.encode()] if index == 0 and cache_salt is not None else []
+            if prompt_embeds is not None and index * size < len(prompt_embeds):
+                rows = np.ascontiguousarray(prompt_embeds[index * size : (index + 1) * size])
+                extra_keys += [_EMBEDS, self._digest(rows.tobytes())]
             parent = self.hash_block(parent, token_ids[index * size : (index + 1) * size], extra_keys)
             block_hashes.append(parent)
 

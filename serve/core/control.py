@@ -1,10 +1,11 @@
-"""Control calls of the engine core: pause, resume, cache reset, integrity check. Run between steps."""
+"""Control calls of the engine core: pause, resume, cache reset, integrity check, vocabulary. Run between steps."""
 
 from __future__ import annotations
 
 import logging
 
 from serve.core.scheduler import PauseState, Scheduler
+from serve.core.structured_output.manager import StructuredOutputManager
 from serve.wire.frontend import (
     CheckIntegrity,
     ControlCall,
@@ -14,6 +15,7 @@ from serve.wire.frontend import (
     PauseScheduler,
     ResetPrefixCache,
     ResumeScheduler,
+    SetVocabulary,
 )
 
 log = logging.getLogger(__name__)
@@ -23,10 +25,11 @@ Messages = list[tuple[int, EngineCoreOutputs]]
 
 
 class ControlPanel:
-    """Applies control calls to the scheduler. A pause is answered when what it waits for has happened."""
+    """Applies control calls between steps. A pause is answered when what it waits for has happened."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, structured: StructuredOutputManager) -> None:
         self._scheduler = scheduler
+        self._structured = structured
         self._pending: list[tuple[ControlCall, PauseScheduler]] = []
 
     def call(self, call: ControlCall) -> Messages:
@@ -49,6 +52,9 @@ class ControlPanel:
                     return [_answer(call, True)]
                 log.error("%s", problem)
                 return [refuse(call, problem)]
+            case SetVocabulary() as vocabulary:
+                self._structured.set_vocabulary(vocabulary)
+                return [_answer(call, True)]
 
     def poll(self) -> Messages:
         """Answer the pauses whose work has drained."""

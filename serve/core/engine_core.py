@@ -23,6 +23,9 @@ from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.kv_cache_sizing import CacheSize, size_kv_cache
 from serve.core.request import Request, RequestStatus
 from serve.core.scheduler import ClientOutputs, Scheduler
+from serve.core.structured_output.backend import LLGuidanceBackend
+from serve.core.structured_output.compiler import default_threads
+from serve.core.structured_output.manager import StructuredOutputManager, needs_constraint
 from serve.errors import InvalidRequest
 from serve.wire.frontend import EngineCoreRequest, Ready
 from serve.wire.step import KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
@@ -34,11 +37,12 @@ _NOTHING: Final[ClientOutputs] = {}
 
 @dataclass(slots=True)
 class _Batch:
-    """A step in flight; sample is None when the step has no token."""
+    """A step in flight; sample is None when the step has no token, or while its sampling is deferred."""
 
     step: SchedulerOutput
     execute: Future[ModelRunnerOutput | None]
     sample: Future[ModelRunnerOutput] | None
+    is_deferred: bool = False
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step. The forward pass is asked first: its error is the cause of any that follows."""
@@ -56,14 +60,30 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, executor: Executor, *, report: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        executor: Executor,
+        *,
+        report: Callable[[str], None],
+        structured: StructuredOutputManager | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """Load and size. structured may be given for tests; wake is called when step_once should be tried again."""
         started = time.monotonic()
         self.aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._executor = executor
         self._vocab_size = checkpoint.arch.vocab_size
+        self._hidden_size = checkpoint.arch.hidden_size
+        self._is_pooling = checkpoint.pooling is not None
         self._batches: deque[_Batch] = deque()
-        self._reported_gauges = (0, 0, 0.0)
+        self._reported_gauges = (0, 0, 0, 0.0)
+        self.structured = structured or StructuredOutputManager(
+            LLGuidanceBackend,
+            num_buffers=executor.max_concurrent_batches,
+            num_threads=default_threads(),
+            wake=wake,
+        )
         spec = executor.start(report)
         report("sizing the KV cache")
         size = _size_cache(config, checkpoint, executor, spec)
@@ -83,14 +103,10 @@ class EngineCore:
             load_seconds=time.monotonic() - started,
             description=checkpoint.name,
         )
-        log.info(
-            "kv cache ready: blocks=%d block_size=%d tokens=%s max_concurrency=%.2fx at max_model_len=%d",
-            size.num_blocks,
-            spec.block_size,
-            f"{size.num_tokens:,}",
-            size.max_concurrency,
-            size.max_model_len,
-        )
+        if spec.num_layers == 0:
+            log.info("no kv cache: the model computes each prompt in one step, max_model_len=%d", size.max_model_len)
+        else:
+            _log_cache(size, spec)
         # What lives now lives to the end; later collections need not look at it.
         gc.collect()
         gc.freeze()
@@ -101,19 +117,32 @@ class EngineCore:
         Raises InvalidRequest for what the front end should have refused, so that it never reaches a step.
         """
         token_ids = message.prompt_token_ids
-        limit = self.scheduler.max_model_len
-        if not 0 < len(token_ids) < limit:
+        if (message.pooling_params is not None) != self._is_pooling:
+            raise InvalidRequest(f"the model gives {'pooled results, not' if self._is_pooling else 'only'} tokens")
+        # A prompt that is to be continued leaves room for a token.
+        limit = self.scheduler.max_model_len - (not self._is_pooling)
+        if not 0 < len(token_ids) <= limit:
             raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens; it must have 1 to {limit - 1}, with max_model_len={limit}"
+                f"the prompt has {len(token_ids)} tokens; it must have 1 to {limit}, with "
+                f"max_model_len={self.scheduler.max_model_len}"
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise InvalidRequest(f"a prompt token id is outside the vocabulary of {self._vocab_size} tokens")
+        embeds = message.prompt_embeds
+        if embeds is not None and embeds.shape != (len(token_ids), self._hidden_size):
+            raise InvalidRequest(
+                f"prompt_embeds has shape {list(embeds.shape)}; {[len(token_ids), self._hidden_size]} is needed"
+            )
+        if needs_constraint(message.sampling_params) and not self.structured.has_vocabulary:
+            raise InvalidRequest("the engine core was not told the vocabulary, which a constraint needs")
         request = Request.from_wire(message)
         self.scheduler.kv.hash_prompt(request)
         return request
 
     def add_request(self, request: Request) -> None:
         """Queue a prepared request. Raises ValueError when its id is in use."""
+        if needs_constraint(request.sampling_params) and not self.structured.start(request):
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.scheduler.add_request(request)
 
     def abort_requests(self, req_ids: list[str]) -> None:
@@ -132,7 +161,9 @@ class EngineCore:
 
     def step_once(self) -> tuple[ClientOutputs, bool]:
         """Advance by one turn of the loop; gives the outputs by client, and False when nothing could be done."""
-        return self.step_with_batch_queue() if self.schedules_ahead else self.step()
+        failed = _NOTHING if self.structured.is_idle else self.settle_grammars()
+        outputs, is_moving = self.step_with_batch_queue() if self.schedules_ahead else self.step()
+        return (_merge(failed, outputs), True) if failed else (outputs, is_moving)
 
     def step(self) -> tuple[ClientOutputs, bool]:
         """Schedule, execute, sample, update: one step from end to end."""
@@ -143,9 +174,21 @@ class EngineCore:
         self._dispatch(plan)
         return self._fold_oldest(), True
 
+    def settle_grammars(self) -> ClientOutputs:
+        """Let requests run whose grammar is compiled; gives the outputs of those that have none."""
+        outputs: ClientOutputs = {}
+        for request, error in self.structured.poll():
+            if error is None:
+                self.scheduler.promote(request)
+            else:
+                outputs = _merge(outputs, self.scheduler.fail_waiting(request, error))
+        return outputs
+
     def step_with_batch_queue(self) -> tuple[ClientOutputs, bool]:
         """Keep the worker busy: dispatch the next step while there is room, else wait for the oldest one."""
-        if len(self._batches) < self._executor.max_concurrent_batches and self.scheduler.has_work:
+        has_room = len(self._batches) < self._executor.max_concurrent_batches
+        # Behind a step whose sampling is deferred the worker could not begin another one.
+        if has_room and self.scheduler.has_work and not (self._batches and self._batches[-1].is_deferred):
             plan = self.scheduler.schedule()
             if _is_worth_running(plan):
                 self._dispatch(plan)
@@ -159,8 +202,22 @@ class EngineCore:
 
     def _dispatch(self, plan: SchedulerOutput) -> None:
         execute = self._executor.execute_model(plan)
-        sample = self._executor.sample_tokens(None) if plan.total_num_scheduled_tokens > 0 else None
-        self._batches.append(_Batch(plan, execute, sample))
+        samples = plan.total_num_scheduled_tokens > 0 and not self._is_pooling
+        is_deferred = plan.has_pending_structured_tokens
+        batch = _Batch(plan, execute, None, is_deferred)
+        self._batches.append(batch)
+        if samples and not is_deferred:
+            self._sample(batch)
+
+    def _sample(self, batch: _Batch) -> None:
+        """Start the sampling of a step; masks are filled while its forward pass runs."""
+        grammar_output = None
+        if batch.step.structured_req_ids:
+            requests = self.scheduler.requests
+            alive = [requests[req_id] for req_id in batch.step.structured_req_ids if req_id in requests]
+            grammar_output = self.structured.fill(alive)
+        batch.sample = self._executor.sample_tokens(grammar_output)
+        batch.is_deferred = False
 
     def _fold_oldest(self) -> ClientOutputs:
         batch = self._batches[0]
@@ -168,6 +225,8 @@ class EngineCore:
         self.apply_aborts()
         self._batches.popleft()
         outputs = self.scheduler.update_from_output(batch.step, result)
+        if self._batches and self._batches[0].is_deferred:
+            self._sample(self._batches[0])
         self._reported_gauges = self.scheduler.gauges()
         return outputs
 
@@ -215,6 +274,17 @@ def _size_cache(config: EngineConfig, checkpoint: Checkpoint, executor: Executor
     )
 
 
+def _log_cache(size: CacheSize, spec: KVCacheSpec) -> None:
+    log.info(
+        "kv cache ready: blocks=%d block_size=%d tokens=%s max_concurrency=%.2fx at max_model_len=%d",
+        size.num_blocks,
+        spec.block_size,
+        f"{size.num_tokens:,}",
+        size.max_concurrency,
+        size.max_model_len,
+    )
+
+
 def _make_kv_cache_manager(
     config: EngineConfig, checkpoint: Checkpoint, spec: KVCacheSpec, size: CacheSize, *, dtype: str
 ) -> KVCacheManager:
@@ -237,6 +307,18 @@ def _make_kv_cache_manager(
         sliding_window=spec.sliding_window,
         watermark=config.scheduler.watermark,
     )
+
+
+def _merge(first: ClientOutputs, second: ClientOutputs) -> ClientOutputs:
+    """Join the outputs of two sources by client; at most one of them carries statistics."""
+    merged = dict(second)
+    for client_index, message in first.items():
+        other = merged.get(client_index)
+        if other is None:
+            merged[client_index] = message
+        else:
+            other.outputs[:0] = message.outputs
+    return merged
 
 
 def _is_worth_running(plan: SchedulerOutput) -> bool:

@@ -78,7 +78,7 @@ class KVCacheManager:
     def hash_prompt(self, request: Request) -> None:
         """Name the full blocks known so far; called ahead of time on the input thread."""
         if self._hasher is not None:
-            self._hasher.extend(request.block_hashes, request.all_token_ids, request.cache_salt)
+            self._hasher.extend(request.block_hashes, request.all_token_ids, request.cache_salt, request.prompt_embeds)
 
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """Find the longest cached prefix of a request; the blocks are not held yet.
@@ -145,7 +145,7 @@ class KVCacheManager:
         if self._hasher is None or num_full <= request.num_committed_blocks:
             return
         if len(request.block_hashes) < num_full:
-            self._hasher.extend(request.block_hashes, request.all_token_ids, request.cache_salt)
+            self.hash_prompt(request)
         table = self._tables[request.req_id]
         for index in range(request.num_committed_blocks, num_full):
             if table[index] is not self.pool.null_block:

@@ -14,7 +14,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The sized cache. num_blocks includes the null block; max_concurrency counts requests of max_model_len."""
+    """The sized cache. num_blocks includes the null block; max_concurrency counts requests of max_model_len.
+
+    num_tokens is 0 for a model that caches nothing.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -25,9 +28,12 @@ class CacheSize:
 def size_kv_cache(config: EngineConfig, spec: KVCacheSpec, *, available_bytes: int, model_max_len: int) -> CacheSize:
     """Decide the number of blocks and check that one request of full length fits.
 
-    max_model_len -1 becomes the longest that fits, at most model_max_len. Raises ConfigError (RESOURCES) when the
+    max_model_len -1 becomes the longest that fits, at most model_max_len. A model whose layers cache nothing gets
+    blocks in name only. Raises ConfigError (RESOURCES) when the
     cache has no room at all, or not for one request.
     """
+    if spec.num_layers == 0:
+        return _size_without_cache(config, spec, model_max_len)
     bytes_per_block = spec.page_size_bytes * spec.num_layers
     override = config.cache.num_gpu_blocks_override
     num_blocks = override if override is not None else max(0, available_bytes) // bytes_per_block
@@ -53,6 +59,22 @@ def size_kv_cache(config: EngineConfig, spec: KVCacheSpec, *, available_bytes: i
         max_model_len=length,
         num_tokens=num_usable * spec.block_size,
         max_concurrency=num_usable / _blocks_for(config, spec, length),
+    )
+
+
+def _size_without_cache(config: EngineConfig, spec: KVCacheSpec, model_max_len: int) -> CacheSize:
+    """Give blocks that take no memory, as many as one step can use: a request of such a model ends with its step."""
+    wanted, scheduler = config.model.max_model_len, config.scheduler
+    assert wanted is not None, "settings must be resolved before the cache is sized"
+    assert scheduler.max_num_batched_tokens is not None, "settings must be resolved before the cache is sized"
+    assert scheduler.max_num_seqs is not None, "settings must be resolved before the cache is sized"
+    length = model_max_len if wanted == AUTO_MAX_MODEL_LEN else wanted
+    num_usable = -(-scheduler.max_num_batched_tokens // spec.block_size) + scheduler.max_num_seqs
+    return CacheSize(
+        num_blocks=num_usable + 1,
+        max_model_len=length,
+        num_tokens=0,
+        max_concurrency=scheduler.max_num_batched_tokens / length,
     )
 
 

@@ -40,7 +40,7 @@ from serve.wire.frontend import (
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS: Final = 2.0
-IDLE_WITH_WORK_SECONDS: Final = 0.001
+IDLE_WITH_WORK_SECONDS: Final = 0.05
 OUTPUT_JOIN_SECONDS: Final = 5.0
 
 
@@ -90,11 +90,17 @@ class EngineCoreProc:
         self._init = init
         self._engine_index = engine_index
         self._executor = executor
-        self._core = EngineCore(init.config, init.checkpoint, executor, report=report)
-        self._control = ControlPanel(self._core.scheduler)
-        self._context = sockets.new_context()
         # SimpleQueue.put may be called inside a signal handler; queue.Queue.put could deadlock there.
         self._input_queue: queue.SimpleQueue[_InputItem] = queue.SimpleQueue()
+        self._core = EngineCore(
+            init.config,
+            init.checkpoint,
+            executor,
+            report=report,
+            wake=lambda: self._input_queue.put(_Wake.WAKEUP),
+        )
+        self._control = ControlPanel(self._core.scheduler, self._core.structured)
+        self._context = sockets.new_context()
         self._output_queue: queue.SimpleQueue[_OutputItem] = queue.SimpleQueue()
         self._state = ProcState.RUNNING
         self._drain_seconds = drain_seconds
@@ -131,6 +137,7 @@ class EngineCoreProc:
         if not output_thread.is_alive():
             # Wakes the input thread, which closes its sockets, and waits for the last outputs to leave.
             self._context.term()
+        self._core.structured.shutdown()
         self._executor.shutdown()
         return code
 
@@ -162,6 +169,8 @@ class EngineCoreProc:
                 outputs, is_moving = core.step_once()
                 self._send(outputs.items())
                 if not is_moving:
+                    # Only requests without a grammar are left: a compile thread wakes this one.
+                    self._send(core.take_changed_stats().items())
                     self._wait_for_input(IDLE_WITH_WORK_SECONDS)
             self._send(self._control.poll())
         self._send(core.abort_all().items())
@@ -185,6 +194,8 @@ class EngineCoreProc:
         if self._core.has_work or self._state is not ProcState.RUNNING:
             return
         self._core.apply_aborts()
+        # A pause stops steps, but whoever waits for a grammar that cannot be is told.
+        self._send(self._core.settle_grammars().items())
         self._core.check_idle()
         self._send(self._core.take_changed_stats().items())
         self._send(self._control.poll())

@@ -7,7 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from serve.sampling_params import SamplingParams
+import numpy as np
+
+from serve.core.structured_output.constraint import Constraint
+from serve.pooling_params import PoolingParams
+from serve.sampling_params import RepetitionDetection, SamplingParams
 from serve.wire.frontend import EngineCoreEvent, EngineCoreRequest, EventType, FinishReason, PrefillStats
 
 
@@ -15,24 +19,28 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. Everything after PREEMPTED is final."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
 
 _FINAL: Final = frozenset(status for status in RequestStatus if status > RequestStatus.PREEMPTED)
 
 LEGAL_MOVES: Final[dict[RequestStatus, frozenset[RequestStatus]]] = {
     RequestStatus.WAITING: _FINAL | {RequestStatus.RUNNING},
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINAL | {RequestStatus.WAITING},
     RequestStatus.RUNNING: _FINAL | {RequestStatus.PREEMPTED},
     RequestStatus.PREEMPTED: _FINAL | {RequestStatus.RUNNING},
     RequestStatus.FINISHED_STOPPED: frozenset(),
     RequestStatus.FINISHED_LENGTH_CAPPED: frozenset(),
     RequestStatus.FINISHED_ABORTED: frozenset(),
     RequestStatus.FINISHED_ERROR: frozenset(),
+    RequestStatus.FINISHED_REPETITION: frozenset(),
 }
 
 FINISH_REASONS: Final[dict[RequestStatus, FinishReason]] = {
@@ -40,6 +48,7 @@ FINISH_REASONS: Final[dict[RequestStatus, FinishReason]] = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 
@@ -50,7 +59,10 @@ class Request:
     all_token_ids = prompt, then output. num_computed_tokens also counts tokens of steps still in flight.
     num_output_placeholders: tokens that steps in flight will sample, whose ids are not known yet.
     num_committed_blocks: leading blocks already offered to the prefix cache. block_hashes covers the leading full
-    blocks of all_token_ids, possibly fewer than there are.
+    blocks of all_token_ids, possibly fewer than there are. prompt_embeds [num_prompt_tokens, hidden_size] are the
+    inputs of a prompt that was given as embeddings; its token ids are all 0. With pooling_params the request ends with
+    its prompt and nothing is sampled. constraint restricts the output token by token; it is there when the request has
+    left WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, and outlives preemption.
     """
 
     req_id: str
@@ -61,6 +73,9 @@ class Request:
     priority: int = 0
     client_index: int = 0
     cache_salt: str | None = None
+    prompt_embeds: np.ndarray | None = None
+    pooling_params: PoolingParams | None = None
+    constraint: Constraint | None = None
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | None = None
     num_computed_tokens: int = 0
@@ -83,6 +98,8 @@ class Request:
             priority=message.priority,
             client_index=message.client_index,
             cache_salt=message.cache_salt,
+            prompt_embeds=message.prompt_embeds,
+            pooling_params=message.pooling_params,
         )
 
     @property
@@ -94,6 +111,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Known output tokens."""
         return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_final(self) -> bool:
+        """True when the request has ended."""
+        return self.status > RequestStatus.PREEMPTED
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -125,8 +147,8 @@ class Request:
 def find_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     """Test whether the last token ends the request; sets stop_reason when a stop id did.
 
-    An end id that arrives exactly at the length limit counts as a stop. min_tokens holds back end ids, never the
-    length limits.
+    An end id that arrives exactly at the length limit counts as a stop. min_tokens holds back end ids and the end of
+    a loop, never the length limits.
     """
     params = request.sampling_params
     token_ids = request.all_token_ids
@@ -140,4 +162,22 @@ def find_stop(request: Request, max_model_len: int) -> RequestStatus | None:
             return RequestStatus.FINISHED_STOPPED
     if num_output_tokens >= params.max_tokens or len(token_ids) >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
+    loop = params.repetition_detection
+    if loop is not None and num_output_tokens >= params.min_tokens and _ends_in_loop(request, loop):
+        return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def _ends_in_loop(request: Request, loop: RepetitionDetection) -> bool:
+    """Tell whether the output ends in min_count copies of one pattern."""
+    token_ids = request.all_token_ids
+    last = token_ids[-1]
+    longest = min(loop.max_size, request.num_output_tokens // loop.min_count)
+    for size in range(loop.min_size, longest + 1):
+        if token_ids[-1 - size] != last:
+            continue
+        pattern = token_ids[-size:]
+        starts = range(len(token_ids) - 2 * size, len(token_ids) - loop.min_count * size - 1, -size)
+        if all(token_ids[start : start + size] == pattern for start in starts):
+            return True
+    return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final, Protocol
 
 from serve.core.request import Request
@@ -29,6 +30,9 @@ class RequestQueue(Protocol):
     def prepend(self, request: Request) -> None:
         """Queue a preempted request before the others, as far as the order allows."""
 
+    def promote(self, request: Request) -> None:
+        """Queue a request that arrived earlier and could not run until now, as far forward as the order allows."""
+
     def peek(self) -> Request:
         """Give the next request and leave it."""
 
@@ -40,37 +44,49 @@ class RequestQueue(Protocol):
 
 
 class FCFSQueue:
-    """First come, first served; a prepended request becomes the first."""
+    """First come, first served; a prepended request becomes the first, promoted ones come before those that arrived."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._prepended: OrderedDict[str, Request] = OrderedDict()
+        self._promoted: OrderedDict[str, Request] = OrderedDict()
+        self._arrived: OrderedDict[str, Request] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._prepended) + len(self._promoted) + len(self._arrived)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return chain(self._prepended.values(), self._promoted.values(), self._arrived.values())
 
     def add(self, request: Request) -> None:
         """Queue a request behind all others."""
-        self._requests[request.req_id] = request
+        self._arrived[request.req_id] = request
 
     def prepend(self, request: Request) -> None:
         """Queue a request before all others."""
-        self._requests[request.req_id] = request
-        self._requests.move_to_end(request.req_id, last=False)
+        self._prepended[request.req_id] = request
+        self._prepended.move_to_end(request.req_id, last=False)
+
+    def promote(self, request: Request) -> None:
+        """Queue a request before all that arrived and never waited for anything else."""
+        self._promoted[request.req_id] = request
 
     def peek(self) -> Request:
         """Give the first request and leave it."""
-        return next(iter(self._requests.values()))
+        return next(iter(self._first().values()))
 
     def pop(self) -> Request:
         """Take the first request."""
-        return self._requests.popitem(last=False)[1]
+        return self._first().popitem(last=False)[1]
 
     def remove(self, request: Request) -> None:
         """Take out a request wherever it stands."""
-        del self._requests[request.req_id]
+        for requests in (self._arrived, self._promoted, self._prepended):
+            if requests.pop(request.req_id, None) is not None:
+                return
+        raise KeyError(request.req_id)
+
+    def _first(self) -> OrderedDict[str, Request]:
+        return self._prepended or self._promoted or self._arrived
 
 
 _Key = tuple[int, float, str]
@@ -96,6 +112,10 @@ class PriorityQueue:
 
     def prepend(self, request: Request) -> None:
         """Queue a preempted request; its priority decides, as for any other."""
+        self.add(request)
+
+    def promote(self, request: Request) -> None:
+        """Queue a request that could not run until now; its priority and arrival decide."""
         self.add(request)
 
     def peek(self) -> Request:

@@ -11,13 +11,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
+
+import numpy as np
 
 from serve.config import SchedulerConfig
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.request import Request, RequestStatus, find_stop
 from serve.core.request_queue import make_queue
 from serve.core.step_budget import StepBudget
+from serve.core.structured_output.constraint import Constraint
 from serve.wire.frontend import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -52,6 +56,8 @@ class _StepPlan:
     new_block_ids: list[list[int]] = field(default_factory=list)
     num_scheduled: dict[str, int] = field(default_factory=dict)
     has_preempted: bool = False
+    structured_req_ids: list[str] = field(default_factory=list)
+    has_pending_structured_tokens: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +86,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = make_queue(config.scheduling_policy)
+        # Requests whose grammar is not compiled yet: they hold up nobody.
+        self.skipped_waiting: dict[str, Request] = {}
         self._config = config
         self._max_num_batched_tokens = budget
         self._long_prefill_token_threshold = chunk
@@ -98,7 +106,26 @@ class Scheduler:
             raise ValueError(f"request id {request.req_id} is already in use")
         self.requests[request.req_id] = request
         request.record_event(EventType.QUEUED)
-        self.waiting.add(request)
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            self.skipped_waiting[request.req_id] = request
+        else:
+            self.waiting.add(request)
+
+    def promote(self, request: Request) -> None:
+        """Let a request run whose grammar is compiled; one that has ended is left alone."""
+        if self.skipped_waiting.pop(request.req_id, None) is not None:
+            request.move_to(RequestStatus.WAITING)
+            self.waiting.promote(request)
+
+    def fail_waiting(self, request: Request, error: str) -> ClientOutputs:
+        """End a request that cannot run and give the output that says why; nothing for one that has ended."""
+        outputs: ClientOutputs = {}
+        if request.req_id in self.skipped_waiting:
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            output = _end_output(request)
+            output.error = error
+            _append(outputs, request.client_index, output)
+        return outputs
 
     def finish_requests(self, req_ids: Iterable[str], status: RequestStatus) -> list[Request]:
         """End requests from outside (abort, shutdown); unknown and finished ids have no effect. Gives the ended."""
@@ -163,11 +190,12 @@ class Scheduler:
 
     def _schedule_running(self, plan: _StepPlan) -> None:
         budget, running, kv = plan.budget, self.running, self.kv
-        longest = self.max_model_len - 1
         index = 0
         while index < len(running) and budget.num_tokens > 0:
             request = running[index]
             num_wanted = len(request.all_token_ids) + request.num_output_placeholders - request.num_computed_tokens
+            # The last token that fits the context is never computed, but by a prompt that is all there is to compute.
+            longest = self.max_model_len - (request.pooling_params is None)
             num_new = budget.cap(min(num_wanted, longest - request.num_computed_tokens))
             if num_new <= 0 or (request.num_output_placeholders and _is_sure_to_finish(request)):
                 index += 1
@@ -287,6 +315,8 @@ class Scheduler:
         # Replaced, not cleared: the message refers to the old lists.
         self._finished_req_ids, self._preempted_req_ids = [], []
         self._in_flight[self._step_index] = self._advance(plan)
+        output.structured_req_ids = plan.structured_req_ids
+        output.has_pending_structured_tokens = plan.has_pending_structured_tokens
         self._step_index += 1
         self._counters.num_steps += total > 0
         self._counters.num_scheduled_tokens += total
@@ -300,19 +330,22 @@ class Scheduler:
             sampling_params=request.sampling_params,
             block_ids=[block.block_id for block in self.kv.blocks_of(request.req_id)],
             num_computed_tokens=request.num_computed_tokens,
+            prompt_embeds=request.prompt_embeds,
+            pooling_params=request.pooling_params,
         )
 
     def _advance(self, plan: _StepPlan) -> list[tuple[Request, bool]]:
         """Count the scheduled tokens as computed; a request with none left gets a placeholder for its next token."""
         entries = []
-        for requests in (plan.cached, plan.new):
-            for request in requests:
-                request.num_computed_tokens += plan.num_scheduled[request.req_id]
-                num_known = len(request.all_token_ids) + request.num_output_placeholders
-                samples = request.num_computed_tokens >= num_known
-                if samples:
-                    request.num_output_placeholders += 1
-                entries.append((request, samples))
+        for request in chain(plan.cached, plan.new):
+            request.num_computed_tokens += plan.num_scheduled[request.req_id]
+            num_known = len(request.all_token_ids) + request.num_output_placeholders
+            samples = request.num_computed_tokens >= num_known
+            if samples:
+                if request.constraint is not None:
+                    _note_constraint(request, plan)
+                request.num_output_placeholders += 1
+            entries.append((request, samples))
         return entries
 
     def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> ClientOutputs:
@@ -327,10 +360,17 @@ class Scheduler:
             if request.status > RequestStatus.PREEMPTED:
                 continue
             error = result.errors.get(request.req_id) if result.errors else None
+            constraint = request.constraint
+            if constraint is not None:
+                error = None if constraint.ends_now else constraint.failure or error
             if error is None and not samples:
                 continue
-            if error is not None:
+            if constraint is not None and constraint.ends_now:
+                output = self._complete(request)
+            elif error is not None:
                 output = self._fail(request, error)
+            elif request.pooling_params is not None:
+                output = self._finish_pooled(request, result.pooler_outputs[request.req_id])
             else:
                 output = self._append_tokens(request, sampled[request.req_id])
                 if request.sampling_params.logprobs is not None:
@@ -357,6 +397,8 @@ class Scheduler:
             request.all_token_ids.append(token_id)
             num_kept += 1
             status = find_stop(request, self.max_model_len)
+            if request.constraint is not None:
+                status = _advance_constraint(request.constraint, token_id, status)
             if status is not None:
                 break
         request.num_output_placeholders -= 1
@@ -372,7 +414,20 @@ class Scheduler:
             stop_reason=request.stop_reason,
             events=request.take_events() if request.events else None,
             prefill_stats=request.take_prefill_stats() if request.prefill_stats is not None else None,
+            error=request.constraint.failure if request.constraint is not None else None,
         )
+
+    def _complete(self, request: Request) -> EngineCoreOutput:
+        """End a constrained request whose text is complete; the token that was sampled after it is dropped."""
+        self._finish(request, RequestStatus.FINISHED_STOPPED)
+        return _end_output(request)
+
+    def _finish_pooled(self, request: Request, pooled: np.ndarray) -> EngineCoreOutput:
+        """End a request whose prompt is computed; its result is all it wants."""
+        self._finish(request, RequestStatus.FINISHED_STOPPED)
+        output = _end_output(request)
+        output.pooling_output = pooled
+        return output
 
     def _fail(self, request: Request, error: str) -> EngineCoreOutput:
         """End a request that failed in the worker; nothing it computed stays in the prefix cache."""
@@ -387,7 +442,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             # The worker holds no state of a request that waits or was preempted.
             self._finished_req_ids.append(request.req_id)
-        else:
+        elif self.skipped_waiting.pop(request.req_id, None) is None:
             self.waiting.remove(request)
         request.move_to(status)
         self.kv.free(request)
@@ -397,18 +452,19 @@ class Scheduler:
         if has_finished:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
-    def gauges(self) -> tuple[int, int, float]:
-        """Give running requests, waiting requests and cache usage of now."""
-        return len(self.running), len(self.waiting), self.kv.pool.usage
+    def gauges(self) -> tuple[int, int, int, float]:
+        """Give running requests, those that wait for room, those that wait for a grammar, and cache usage of now."""
+        return len(self.running), len(self.waiting), len(self.skipped_waiting), self.kv.pool.usage
 
     def attach_stats(self, outputs: ClientOutputs) -> None:
         """Put the statistics since the last message on one of the outputs, or on an empty one to client 0."""
-        num_running, num_waiting, usage = self.gauges()
+        num_running, num_waiting, num_deferred, usage = self.gauges()
         counters, self._counters = self._counters, _Counters()
         client_index = next(iter(outputs), 0)
         outputs.setdefault(client_index, EngineCoreOutputs(outputs=[])).scheduler_stats = SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
+            num_deferred_reqs=num_deferred,
             kv_cache_usage=usage,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
@@ -419,7 +475,7 @@ class Scheduler:
 
     def check_integrity(self) -> str | None:
         """Check blocks and queues against each other; None when sound, else what is broken."""
-        num_queued = len(self.running) + len(self.waiting)
+        num_queued = len(self.running) + len(self.waiting) + len(self.skipped_waiting)
         if num_queued != len(self.requests):
             return f"scheduler broken: {len(self.requests)} requests, {num_queued} in its queues"
         if self.kv.num_requests != len(self.running):
@@ -439,6 +495,23 @@ def _end_output(request: Request) -> EngineCoreOutput:
         events=request.take_events(),
         prefill_stats=request.take_prefill_stats(),
     )
+
+
+def _note_constraint(request: Request, plan: _StepPlan) -> None:
+    """Note in the plan that a mask may be needed for the token a request samples in it, and whether it can be made."""
+    assert request.constraint is not None, f"{request.req_id} has no constraint"
+    if request.constraint.may_restrict(request.num_output_placeholders):
+        plan.structured_req_ids.append(request.req_id)
+        plan.has_pending_structured_tokens |= request.num_output_placeholders > 0
+
+
+def _advance_constraint(constraint: Constraint, token_id: int, status: RequestStatus | None) -> RequestStatus | None:
+    """Move the constraint over a sampled token; give how the request ends, status being how it would without it."""
+    if status is RequestStatus.FINISHED_STOPPED:
+        return status
+    if not constraint.accept(token_id):
+        return RequestStatus.FINISHED_ERROR
+    return RequestStatus.FINISHED_STOPPED if constraint.is_finished else status
 
 
 def _is_sure_to_finish(request: Request) -> bool:

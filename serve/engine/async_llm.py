@@ -20,10 +20,12 @@ from serve.config import ServeConfig
 from serve.engine.core_client import CoreClient
 from serve.engine.input_processor import InputProcessor, RequestOptions, default_sampling
 from serve.engine.output_processor import ClientRequest, OutputProcessor, RequestOutputCollector
-from serve.engine.outputs import RequestOutput
+from serve.engine.outputs import PoolingOutput, RequestOutput
 from serve.engine.parallel_sampling import ParentRequest, child_params, num_children
 from serve.engine.stats import LOG_PERIOD, EngineStats, RateLine
-from serve.errors import EngineDead, Overloaded
+from serve.engine.vocabulary import VocabularySender
+from serve.errors import EngineDead, Overloaded, RequestFailed
+from serve.pooling_params import PoolingParams
 from serve.renderers.tokenizer import Tokenizer
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import (
@@ -90,12 +92,21 @@ class AsyncLLM:
     ) -> None:
         engine = config.engine
         self.max_model_len = ready.max_model_len
+        self.pooling = checkpoint.pooling
         self.default_sampling = default_sampling(checkpoint, engine.model)
         self.stats = EngineStats(ready.max_model_len)
         self._core = core_client
         self._input = InputProcessor(
-            tokenizer, checkpoint=checkpoint, config=engine.model, max_model_len=ready.max_model_len
+            tokenizer,
+            checkpoint=checkpoint,
+            config=engine.model,
+            max_model_len=ready.max_model_len,
+            limits=config.limits,
         )
+        self.end_token_ids = self._input.end_token_ids
+        self._vocabulary = VocabularySender(core_client, tokenizer, self.end_token_ids)
+        # Elements of one embedding in prompt_embeds; None when such prompts are not taken.
+        self.prompt_embeds_size = checkpoint.arch.hidden_size if engine.model.enable_prompt_embeds else None
         self._output = OutputProcessor(tokenizer, stats=self.stats, stream_interval=engine.scheduler.stream_interval)
         self._admission = Admission(config, self._output, self.stats)
         self._logs_rates = not config.server.disable_log_stats
@@ -174,8 +185,44 @@ class AsyncLLM:
         self._admission.check()
         options = options or RequestOptions()
         request = self._input.process(prompt_token_ids, sampling_params, request_id=request_id, options=options)
+        return await self._submit(request, request_id, options)
+
+    async def add_pooling_request(
+        self,
+        prompt_token_ids: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        options: RequestOptions | None = None,
+    ) -> RequestStream:
+        """Check, register and submit a request to a pooling model; errors and duties as with add_request."""
+        if self.is_errored:
+            raise self.dead_error()
+        self._admission.check()
+        options = options or RequestOptions()
+        request = self._input.process_pooling(prompt_token_ids, pooling_params, request_id=request_id, options=options)
+        return await self._submit(request, request_id, options)
+
+    async def encode(
+        self,
+        prompt_token_ids: list[int],
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        options: RequestOptions | None = None,
+    ) -> PoolingOutput:
+        """Give a pooling model's result. Errors as add_request, and those of its run; cancelling it aborts."""
+        stream = await self.add_pooling_request(prompt_token_ids, pooling_params, request_id, options=options)
+        try:
+            return await pooled_result(stream)
+        finally:
+            await stream.aclose()
+
+    async def _submit(self, request: EngineCoreRequest, request_id: str, options: RequestOptions) -> RequestStream:
+        """Register a checked request and send it to the engine; when that fails nothing stays behind."""
         self.start()
         params = request.sampling_params
+        await self._vocabulary.ensure(params)
         client = ClientRequest(
             request_id,
             RequestOutputCollector(params.output_kind),
@@ -315,6 +362,14 @@ class Admission:
         times = self._stats.histograms["e2e_request_latency_seconds"]
         mean = times.sum / max(times.count, 1)
         return max(1, min(MAX_RETRY_AFTER, math.ceil(mean * self.num_waiting / self._max_num_seqs)))
+
+
+async def pooled_result(stream: RequestStream) -> PoolingOutput:
+    """Give the only hand-over of a request to a pooling model. Raises RequestFailed when it was cut off."""
+    async for output in stream:
+        if output.finished and output.pooled is not None:
+            return PoolingOutput(output.request_id, output.prompt_token_ids, output.pooled, output.num_cached_tokens)
+    raise RequestFailed("the request ended without a result", cause="model_error")
 
 
 def expand(request: EngineCoreRequest) -> list[EngineCoreRequest]:

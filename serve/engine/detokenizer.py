@@ -36,7 +36,17 @@ class NoText:
 class IncrementalDetokenizer:
     """Decodes token by token and looks for stop strings in the new characters."""
 
-    __slots__ = ("_held", "_include_stop", "_is_delta", "_matcher", "_min_tokens", "_num_tokens", "_pieces", "_step")
+    __slots__ = (
+        "_held",
+        "_include_stop",
+        "_is_delta",
+        "_matcher",
+        "_min_tokens",
+        "_num_tokens",
+        "_pieces",
+        "_step",
+        "_stop_ids",
+    )
 
     def __init__(self, step: Callable[[int], str | None], params: SamplingParams) -> None:
         """step takes one id and gives the text that it completes, if any."""
@@ -45,12 +55,13 @@ class IncrementalDetokenizer:
         self._held = ""
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
+        self._stop_ids = None if params.structured_outputs is None else frozenset(params.all_stop_token_ids)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._is_delta = params.output_kind == OutputKind.DELTA
 
     def update(self, token_ids: Sequence[int], *, ends_on_stop_token: bool) -> str | None:
-        if ends_on_stop_token and not self._include_stop:
+        if ends_on_stop_token and not self._include_stop and not self._ends_by_grammar(token_ids):
             token_ids = token_ids[:-1]
         step, matcher = self._step, self._matcher
         for token_id in token_ids:
@@ -65,6 +76,10 @@ class IncrementalDetokenizer:
             if stop is not None:
                 return stop
         return None
+
+    def _ends_by_grammar(self, token_ids: Sequence[int]) -> bool:
+        """Tell whether the last token is the answer's own: a complete grammar stops without a stop token."""
+        return self._stop_ids is not None and len(token_ids) > 0 and token_ids[-1] not in self._stop_ids
 
     def take(self, *, is_final: bool) -> str:
         pieces = self._pieces
@@ -160,5 +175,9 @@ def new_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], param
     """Give the detokenizer of one choice, primed with its prompt."""
     if not params.detokenize:
         return NoText()
-    stream = tokenizer.new_decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+    stream = tokenizer.new_decode_stream(
+        prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        visible_token_ids=params.visible_token_ids,
+    )
     return IncrementalDetokenizer(stream.step, params)

@@ -10,6 +10,9 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from serve.engine.detokenizer import Detokenizer, new_detokenizer
 from serve.engine.logprobs import LogprobsProcessor, TokenTexts
@@ -22,6 +25,8 @@ from serve.sampling_params import OutputKind
 from serve.wire.frontend import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 log = logging.getLogger(__name__)
+
+REPETITION_DETECTED: Final = "repetition_detected"
 
 
 class RequestOutputCollector:
@@ -105,7 +110,7 @@ def _append(old: CompletionOutput, new: CompletionOutput) -> None:
 class ClientRequest:
     """What the choices of one client request share: its collector, its parent when n > 1, the ids still running."""
 
-    __slots__ = ("cached_tokens", "collector", "external_id", "max_generated", "n", "parent", "unfinished")
+    __slots__ = ("cached_tokens", "collector", "external_id", "max_generated", "n", "parent", "pooled", "unfinished")
 
     def __init__(self, external_id: str, collector: RequestOutputCollector, parent: ParentRequest | None) -> None:
         self.external_id = external_id
@@ -115,6 +120,7 @@ class ClientRequest:
         self.unfinished: set[str] = set()
         self.cached_tokens = 0
         self.max_generated = 0
+        self.pooled: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -242,6 +248,8 @@ class OutputProcessor:
             state.num_unsent += len(token_ids)
             state.token_ids.extend(token_ids)
         stop_reason: int | str | None = output.stop_reason
+        if reason is FinishReason.REPETITION:
+            stop_reason = REPETITION_DETECTED
         stop = state.detokenizer.update(token_ids, ends_on_stop_token=reason is FinishReason.STOP)
         if stop is not None:
             if reason is None:
@@ -252,6 +260,8 @@ class OutputProcessor:
                 state.logprobs.update(output.new_logprobs)
             if output.new_prompt_logprobs is not None:
                 state.logprobs.set_prompt(output.new_prompt_logprobs)
+        if output.pooling_output is not None:
+            state.client.pooled = output.pooling_output
         if reason is not None or self._is_due(state):
             self._hand_over(state, reason, stop_reason)
         if reason is not None:
@@ -312,6 +322,7 @@ class OutputProcessor:
                 client.cached_tokens,
                 prompt_logprobs,
                 num_generated,
+                pooled=client.pooled,
             )
         )
 

@@ -10,18 +10,33 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from serve import __version__
 from serve.entrypoints import dev, metrics, service
+from serve.entrypoints.anthropic.messages import count_tokens, create_message
 from serve.entrypoints.api_description import ROUTES
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import AsgiApp
 from serve.entrypoints.gate import HttpGate, exchange_of
-from serve.entrypoints.http_errors import ErrorReply, HttpError, error_reply
+from serve.entrypoints.http_errors import HttpError, error_reply
+from serve.entrypoints.invocations import invoke
 from serve.entrypoints.openai import models
 from serve.entrypoints.openai.chat import create_chat_completion
+from serve.entrypoints.openai.chat_batch import create_chat_batch
 from serve.entrypoints.openai.completions import create_completion
-from serve.entrypoints.openai.tokenize import detokenize, tokenize
+from serve.entrypoints.openai.embeddings import create_classification, create_embeddings, create_pooling
+from serve.entrypoints.openai.generate import create_generation
+from serve.entrypoints.openai.render import render_chat, render_completion
+from serve.entrypoints.openai.responses import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
+from serve.entrypoints.openai.scores import create_ranking, create_scores
+from serve.entrypoints.openai.tokenize import detokenize, tokenize, tokenizer_info
 
 HTTP_MESSAGES: Final = {
     404: "there is nothing at this path",
@@ -44,6 +59,11 @@ def build_app(state: AppState) -> AsgiApp:
         redirect_slashes=False,
     )
     _add_openai_routes(app, state)
+    _add_pooling_routes(app, state)
+    _add_responses_routes(app, state)
+    _add_anthropic_routes(app, state)
+    _add_vllm_routes(app, state)
+    _add_token_routes(app, state)
     _add_service_routes(app, state)
     if server.dev_mode:
         _add_dev_routes(app, state)
@@ -67,14 +87,22 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = HTTP_MESSAGES.get(error.status_code, str(error.detail)).format(method=request.method)
     if error.status_code == 404 and request.app.docs_url is not None:
         message += f"; see {request.app.docs_url} for the API"
-    headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+    own = dict(error.headers or {}) if error.status_code != 405 else {"Allow": _allowed_methods(request)}
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in own.items())
     refusal = HttpError(error.status_code, message, headers=headers)
-    return _to_response(error_reply(refusal, exchange_of(request.scope).request_id))
+    exchange = exchange_of(request.scope)
+    reply = error_reply(refusal, exchange.request_id)
+    sent = {name.decode(): value.decode() for name, value in reply.headers}
+    return Response(exchange.error_body(reply), reply.status, sent, media_type="application/json")
 
 
-def _to_response(reply: ErrorReply) -> Response:
-    headers = {name.decode(): value.decode() for name, value in reply.headers}
-    return Response(reply.body(), reply.status, headers, media_type="application/json")
+def _allowed_methods(request: Request) -> str:
+    """Name the methods of a path over all its routes; the framework names those of the first route only."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def _json(content: object) -> Response:
@@ -83,7 +111,12 @@ def _json(content: object) -> Response:
 
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler) -> None:
     """Add a route with its description; the handlers give whole responses, so the framework adds nothing to them."""
-    described = ROUTES[path.replace(":path}", "}")]
+    if app.openapi_url is None:
+        # Nobody can ask for the descriptions, which take most of the time that assembling the application takes.
+        app.add_api_route(path, handler, methods=[method], response_class=Response)
+        return
+    known = path.replace(":path}", "}")
+    described = ROUTES[f"{method} {known}"] if f"{method} {known}" in ROUTES else ROUTES[known]
     app.add_api_route(
         path,
         handler,
@@ -121,6 +154,99 @@ def _add_openai_routes(app: FastAPI, state: AppState) -> None:
     _add_route(app, "POST", "/detokenize", detokenize_ids)
     _add_route(app, "GET", "/v1/models", list_models)
     _add_route(app, "GET", "/v1/models/{model_id:path}", get_model)
+
+
+def _add_pooling_routes(app: FastAPI, state: AppState) -> None:
+    async def embeddings(request: Request) -> Response:
+        return await create_embeddings(state, request)
+
+    async def pooling(request: Request) -> Response:
+        return await create_pooling(state, request)
+
+    async def classify(request: Request) -> Response:
+        return await create_classification(state, request)
+
+    async def score(request: Request) -> Response:
+        return await create_scores(state, request)
+
+    async def rerank(request: Request) -> Response:
+        return await create_ranking(state, request)
+
+    _add_route(app, "POST", "/v1/embeddings", embeddings)
+    _add_route(app, "POST", "/pooling", pooling)
+    _add_route(app, "POST", "/classify", classify)
+    for path in ("/score", "/v1/score"):
+        _add_route(app, "POST", path, score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        _add_route(app, "POST", path, rerank)
+
+
+def _add_responses_routes(app: FastAPI, state: AppState) -> None:
+    async def responses(request: Request) -> Response:
+        return await create_response(state, request)
+
+    async def stored_response(request: Request) -> Response:
+        return await get_response(state, request.path_params["response_id"], request)
+
+    async def drop_response(request: Request) -> Response:
+        return _json(await delete_response(state, request.path_params["response_id"]))
+
+    async def stop_response(request: Request) -> Response:
+        body = await cancel_response(state, request.path_params["response_id"])
+        return Response(body, media_type="application/json")
+
+    async def input_items(request: Request) -> Response:
+        return _json(list_input_items(state, request.path_params["response_id"], request.query_params))
+
+    _add_route(app, "POST", "/v1/responses", responses)
+    _add_route(app, "GET", "/v1/responses/{response_id}", stored_response)
+    _add_route(app, "DELETE", "/v1/responses/{response_id}", drop_response)
+    _add_route(app, "POST", "/v1/responses/{response_id}/cancel", stop_response)
+    _add_route(app, "GET", "/v1/responses/{response_id}/input_items", input_items)
+
+
+def _add_anthropic_routes(app: FastAPI, state: AppState) -> None:
+    async def messages(request: Request) -> Response:
+        return await create_message(state, request)
+
+    async def count_message_tokens(request: Request) -> Response:
+        return _json(await count_tokens(state, request))
+
+    _add_route(app, "POST", "/v1/messages", messages)
+    _add_route(app, "POST", "/v1/messages/count_tokens", count_message_tokens)
+
+
+def _add_vllm_routes(app: FastAPI, state: AppState) -> None:
+    """Add what vLLM serves beside OpenAI's paths."""
+
+    async def chat_batch(request: Request) -> Response:
+        return await create_chat_batch(state, request)
+
+    async def invocations(request: Request) -> Response:
+        return await invoke(state, request)
+
+    async def describe_tokenizer() -> Response:
+        return _json(tokenizer_info(state))
+
+    _add_route(app, "POST", "/v1/chat/completions/batch", chat_batch)
+    _add_route(app, "POST", "/invocations", invocations)
+    if state.config.server.enable_tokenizer_info_endpoint:
+        _add_route(app, "GET", "/tokenizer_info", describe_tokenizer)
+
+
+def _add_token_routes(app: FastAPI, state: AppState) -> None:
+    async def chat_render(request: Request) -> Response:
+        return _json(await render_chat(state, request))
+
+    async def completions_render(request: Request) -> Response:
+        return _json(await render_completion(state, request))
+
+    async def generate(request: Request) -> Response:
+        return await create_generation(state, request)
+
+    _add_route(app, "POST", "/v1/chat/completions/render", chat_render)
+    _add_route(app, "POST", "/v1/completions/render", completions_render)
+    _add_route(app, "POST", "/inference/v1/generate", generate)
 
 
 def _add_service_routes(app: FastAPI, state: AppState) -> None:

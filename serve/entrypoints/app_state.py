@@ -12,7 +12,9 @@ from typing import Final
 from serve.config import ServeConfig
 from serve.engine.async_llm import AsyncLLM
 from serve.entrypoints.asgi import Scope, header
+from serve.entrypoints.openai.responses_store import ResponseStore
 from serve.errors import EngineDead, InvalidRequest, NotFound, Overloaded
+from serve.renderers.answer_format import AnswerFormat
 from serve.renderers.renderer import ChatRenderer
 from serve.renderers.tokenizer import Tokenizer
 from serve.wire.frontend import Ready
@@ -38,15 +40,20 @@ class Services:
     renderer: ChatRenderer
     tokenizer: Tokenizer
     ready: Ready
+    answer_format: AnswerFormat
 
 
 @dataclass(slots=True)
 class HttpStats:
-    """Counts of answers by (route, method, status), and their durations by route, in seconds."""
+    """Counts of answers by (route, method, status), and their durations by route, in seconds.
+
+    tool_parsers counts the answers that were searched for tool calls, by (mode, outcome, request_type).
+    """
 
     requests: dict[tuple[str, str, str], int] = field(default_factory=dict)
     durations: dict[str, list[int]] = field(default_factory=dict)
     duration_sums: dict[str, float] = field(default_factory=dict)
+    tool_parsers: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,6 +69,11 @@ class AppState:
     num_open_requests: int = 0
     http: HttpStats = field(default_factory=HttpStats)
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        server = self.config.server
+        self.responses = ResponseStore(server.max_stored_responses, server.max_stored_response_bytes)
 
     def serving(self) -> Services:
         """Give the services, or raise what a request gets while there are none."""

@@ -18,7 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 JsonObject = dict[str, object]
 
-MAX_JSON_DEPTH: Final = 200
+MAX_JSON_DEPTH: Final = 200  # where no flag says otherwise
 # A body that makes the server build millions of small objects would hold up all other requests. What opens objects,
 # arrays and strings is counted before anything is built, so inside strings too; no context holds a prompt with as many.
 MAX_JSON_BRACKETS: Final = 1 << 18
@@ -42,7 +42,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-async def read_json(scope: Scope, receive: Receive, *, max_bytes: int) -> JsonObject:
+async def read_json(scope: Scope, receive: Receive, *, max_bytes: int, max_depth: int = MAX_JSON_DEPTH) -> JsonObject:
     """Read a request body that must be one JSON object.
 
     Raises HttpError for a body that is too large (413), encoded (415) or late (408), InvalidRequest for one that is
@@ -54,7 +54,7 @@ async def read_json(scope: Scope, receive: Receive, *, max_bytes: int) -> JsonOb
         raise InvalidRequest(f"the content type is {shown!a}; send application/json")
     if header(scope, b"content-encoding") not in (None, b"identity"):
         raise HttpError(415, "Content-Encoding is not supported; send the body as it is")
-    return parse_json(await _read_body(scope, receive, max_bytes))
+    return parse_json(await _read_body(scope, receive, max_bytes), max_depth)
 
 
 async def _read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -90,7 +90,7 @@ def _too_large(max_bytes: int) -> HttpError:
     )
 
 
-def parse_json(body: bytes) -> JsonObject:
+def parse_json(body: bytes, max_depth: int = MAX_JSON_DEPTH) -> JsonObject:
     """Decode a JSON object. NaN, Infinity, invalid UTF-8 and deep nesting are InvalidRequest."""
     num_brackets, num_quotes = body.count(b"[") + body.count(b"{"), body.count(b'"')
     if num_brackets > MAX_JSON_BRACKETS:
@@ -102,19 +102,25 @@ def parse_json(body: bytes) -> JsonObject:
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
-        raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels") from None
+        raise _too_deep(max_depth) from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     if len(value) > MAX_FIELDS:
         raise InvalidRequest(f"the body has {len(value)} fields, the limit is {MAX_FIELDS}")
-    if num_brackets > MAX_JSON_DEPTH and _is_too_deep(value):
-        raise InvalidRequest(f"the body nests deeper than {MAX_JSON_DEPTH} levels")
+    if num_brackets > max_depth and _is_too_deep(value, max_depth):
+        raise _too_deep(max_depth)
     return value
 
 
-def _is_too_deep(value: object) -> bool:
+def _too_deep(max_depth: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body nests deeper than {max_depth} levels; send a flatter one or raise --max-json-depth"
+    )
+
+
+def _is_too_deep(value: object, max_depth: int) -> bool:
     level = [value]
-    for _ in range(MAX_JSON_DEPTH):
+    for _ in range(max_depth):
         level = [child for item in level for child in _children(item)]
         if not level:
             return False

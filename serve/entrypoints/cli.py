@@ -5,16 +5,18 @@ Heavy modules are imported only once the arguments are known to be good, so that
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from serve import __version__
 from serve.config import Environment, ServeConfig, read_environment, validate
-from serve.entrypoints.flags import PULL_USAGE, FlagParser, build_parser, config_from_flags, parse_flags
+from serve.entrypoints.flags import BATCH_USAGE, PULL_USAGE, FlagParser, build_parser, config_from_flags, parse_flags
 from serve.entrypoints.listener import bind_listener, close_listener
 from serve.errors import ConfigError, ExitCode
 from serve.log import decorate_process, setup_logging
@@ -30,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["pull"]:
             return _pull(arguments[1:])
+        if arguments[:1] == ["run-batch"]:
+            return _run_batch(arguments[1:])
         return _serve(arguments)
     except ConfigError as error:
         _complain(error)
@@ -52,6 +56,16 @@ def _serve(arguments: list[str]) -> int:
     if parsed.version:
         sys.stdout.write(f"serve {__version__}\n")
         return int(ExitCode.OK)
+    config, environment = _settings(parsed)
+    listener = bind_listener(config.server)
+    try:
+        return _start(config, environment, listener)
+    finally:
+        close_listener(listener, config.server)
+
+
+def _settings(parsed: argparse.Namespace) -> tuple[ServeConfig, Environment]:
+    """Give the settings that the flags ask for, checked as far as no model is needed."""
     del parsed.version
     environment = read_environment()
     config = with_environment_keys(config_from_flags(parsed), environment)
@@ -61,11 +75,7 @@ def _serve(arguments: list[str]) -> int:
         from serve.entrypoints.start_checks import check_chat_template
 
         check_chat_template(config.server.chat_template)
-    listener = bind_listener(config.server)
-    try:
-        return _start(config, environment, listener)
-    finally:
-        close_listener(listener, config.server)
+    return config, environment
 
 
 def _start(config: ServeConfig, environment: Environment, listener: socket.socket) -> int:
@@ -84,6 +94,39 @@ def _start(config: ServeConfig, environment: Environment, listener: socket.socke
         from serve.entrypoints.run_server import run_server
 
         return int(run_server(config, environment, listener, process=process))
+    finally:
+        process.kill()
+
+
+def _run_batch(arguments: list[str]) -> int:
+    parser = build_parser()
+    parser.prog, parser.usage = "serve run-batch", BATCH_USAGE
+    parser.description = "Answer the requests of a file in the format of OpenAI's batches, one line for each."
+    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="INPUT", help="requests, one a line")
+    parser.add_argument(
+        "-o", "--output-file", required=True, type=Path, metavar="OUTPUT", help="answers; what it holds is kept"
+    )
+    parsed = parse_flags(parser, arguments)
+    source, target = parsed.input_file, parsed.output_file
+    del parsed.input_file, parsed.output_file
+    config, environment = _settings(parsed)
+    from serve.entrypoints.batch_file import check_paths
+
+    check_paths(source, target)
+    decorate_process("Batch", color=not environment.no_color)
+    setup_logging(environment.log_level)
+    from serve.launch import spawn_engine
+
+    process = spawn_engine(environment, drain_seconds=0.0)
+    try:
+        from serve.entrypoints.run_batch import run_batch
+        from serve.entrypoints.start_checks import check_against_model
+        from serve.model_store import resolve_model
+
+        model = config.engine.model
+        check_against_model(config.engine, environment)
+        path = resolve_model(model.model, model.revision, environment)
+        return int(run_batch(config, environment, process, model_path=path, source=source, target=target))
     finally:
         process.kill()
 

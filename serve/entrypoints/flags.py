@@ -24,6 +24,7 @@ from serve.config import (
     groups,
 )
 from serve.errors import ConfigError
+from serve.limits import RequestLimits
 
 _T = TypeVar("_T")
 _COUNT_SUFFIXES: Final = {
@@ -43,8 +44,8 @@ _BYTE_UNITS: Final = {
     "B": 1,
 }
 PULL_USAGE: Final = "serve pull [--revision REVISION] MODEL"
+BATCH_USAGE: Final = "serve run-batch -i INPUT -o OUTPUT [MODEL] [flags]"
 _ONE_REPLICA: Final = "this version serves one replica on one machine"
-_NO_TOOLS: Final = "this version does not parse tool calls; requests may show tools with tool_choice none"
 # Flags of other servers that we do not have, and what to do without them.
 FOREIGN_FLAGS: Final = {
     "--tensor-parallel-size": _ONE_REPLICA,
@@ -52,9 +53,6 @@ FOREIGN_FLAGS: Final = {
     "--data-parallel-size": _ONE_REPLICA,
     "--trust-remote-code": "code that comes with a model is never run",
     "--quantization": "the format is read from the checkpoint; give a .gguf file as MODEL for quantized weights",
-    "--enable-auto-tool-choice": _NO_TOOLS,
-    "--tool-call-parser": _NO_TOOLS,
-    "--reasoning-parser": "this version leaves reasoning in the text of the answer",
     "--enable-lora": "this version serves no adapters; merge the adapter into the checkpoint",
     "--speculative-config": "this version has no speculative decoding",
     "--device": "this version computes on the CPU",
@@ -117,7 +115,7 @@ def build_parser() -> FlagParser:
     """Build the parser of `serve [MODEL] [flags]`; every flag comes from a field of the settings."""
     parser = FlagParser(
         prog="serve",
-        usage=f"serve [MODEL] [flags]\n       {PULL_USAGE}\n       serve --version",
+        usage=f"serve [MODEL] [flags]\n       {PULL_USAGE}\n       {BATCH_USAGE}\n       serve --version",
         description="Serve a language model over HTTP with the OpenAI API.",
         epilog=_environment_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -294,6 +292,7 @@ def config_from_flags(parsed: argparse.Namespace) -> ServeConfig:
             scheduler=_fill(SchedulerConfig, given),
         ),
         server=_fill(ServerConfig, given),
+        limits=_fill(RequestLimits, given),
     )
 
 

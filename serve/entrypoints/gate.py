@@ -11,7 +11,8 @@ import ipaddress
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, cast
 
 from serve.config import ServerConfig
@@ -25,29 +26,46 @@ log = logging.getLogger(__name__)
 OPEN_PATHS: Final = frozenset({"/live", "/health", "/ready", "/ping", "/version"})
 EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 METRICS_PATH: Final = "/metrics"
-MAX_HEADERS: Final = 256
-MAX_HEADER_BYTES: Final = 64 << 10
 LOOPBACK_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
 DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _METHODS: Final = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _UNMEASURED: Final = OPEN_PATHS | {METRICS_PATH, "/load"}
-_ROUTES: Final = frozenset(
+# Answering these is the server's main work; /load counts them.
+_WORK: Final = frozenset(
     {
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
         "/v1/completions",
-        "/v1/models",
+        "/v1/chat/completions/render",
+        "/v1/completions/render",
+        "/inference/v1/generate",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
         "/tokenize",
         "/detokenize",
-        "/docs",
-        "/openapi.json",
-        "/pause",
-        "/resume",
-        "/is_paused",
-        "/reset_prefix_cache",
+        "/invocations",
     }
 )
-# Answering these is the server's main work; /load counts them.
-_WORK: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
+# The routes that the metrics tell apart.
+_ROUTES: Final = _WORK | {
+    "/v1/models",
+    "/tokenizer_info",
+    "/docs",
+    "/openapi.json",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/reset_prefix_cache",
+}
 
 
 class HttpGate:
@@ -68,8 +86,8 @@ class HttpGate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1000})
             return
-        exchange = _Exchange(scope, send)
         path = cast(str, scope["path"]).removeprefix(self._root_path)
+        exchange = _Exchange(scope, send, is_anthropic=is_anthropic_path(path))
         is_work = path in _WORK
         self._state.num_open_requests += is_work
         try:
@@ -87,14 +105,20 @@ class HttpGate:
 
     def _check(self, scope: Scope, path: str) -> None:
         sent = headers(scope)
-        if len(sent) > MAX_HEADERS or sum(len(k) + len(v) for k, v in sent) > MAX_HEADER_BYTES:
-            raise HttpError(431, f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES} bytes of headers")
+        limits = self._state.config.limits
+        if len(sent) > limits.max_num_headers or sum(len(k) + len(v) for k, v in sent) > limits.max_header_bytes:
+            raise HttpError(
+                431,
+                f"more than {limits.max_num_headers} headers or {limits.max_header_bytes} bytes of headers; send less "
+                "or raise --max-num-headers or --max-header-bytes",
+            )
         if self._hosts is not None:
             host = header(scope, b"host")
             if host is not None and host_name(host.decode("latin-1")) not in self._hosts:
                 raise HttpError(421, "this server does not answer for that Host; see --allowed-host")
         if self._keys.is_needed and path not in self._open_paths:
-            self._keys.check(header(scope, b"authorization"))
+            key = header(scope, b"x-api-key") if is_anthropic_path(path) else None
+            self._keys.check(header(scope, b"authorization"), key)
         if path.startswith("/v1/") or path in _WORK:
             self._state.serving()
 
@@ -102,26 +126,33 @@ class HttpGate:
         """Answer with the error; a stream that has begun gets it as its last event and no [DONE]."""
         reply = error_reply(error, exchange.request_id)
         if exchange.is_stream:
-            event = b"data: " + reply.body() + b"\n\n"
+            event = exchange.error_event(reply)
             await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
         elif exchange.status:
             # The status line is gone; a cut connection tells the client that the answer is not whole.
             log.error("answer cut: request_id=%s", exchange.request_id, exc_info=error)
         else:
             is_new = isinstance(error, EngineDead) and not exchange.was_admitted
-            await send_error(exchange.send, unavailable(error) if is_new else reply)
+            await exchange.send_error(unavailable(error) if is_new else reply)
 
 
 class _Exchange:
-    """One request and its answer: adds the request id header and remembers the status."""
+    """One request and its answer: adds the request id header, remembers the status, and knows the shape of errors.
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    error_event words the error that ends a stream; who answers with a stream of another API sets it.
+    """
+
+    def __init__(self, scope: Scope, send: Send, *, is_anthropic: bool) -> None:
         self.method = cast(str, scope["method"])
         self.request_id = request_id_of(scope)
         self.status = 0
         self.is_stream = False
         self.was_admitted = False
         self.started = time.monotonic()
+        self.error_event: Callable[[ErrorReply], bytes] = ErrorReply.event
+        if is_anthropic:
+            self.error_event = partial(ErrorReply.anthropic_event, request_id=self.request_id)
+        self._is_anthropic = is_anthropic
         self._send = send
         scope["serve.exchange"] = self
 
@@ -131,7 +162,20 @@ class _Exchange:
             answer = cast(list[tuple[bytes, bytes]], message["headers"])
             self.is_stream = (b"content-type", EVENT_STREAM) in answer
             answer.append((b"x-request-id", self.request_id.encode()))
+            if self._is_anthropic:
+                answer.append((b"request-id", self.request_id.encode()))
         await self._send(message)
+
+    def error_body(self, reply: ErrorReply) -> bytes:
+        """Give the body of an error in the shape that the clients of this path read."""
+        return reply.anthropic_body(self.request_id) if self._is_anthropic else reply.body()
+
+    async def send_error(self, reply: ErrorReply) -> None:
+        """Answer with an error body."""
+        body = self.error_body(reply)
+        head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *reply.headers]
+        await self.send({"type": "http.response.start", "status": reply.status, "headers": head})
+        await self.send({"type": "http.response.body", "body": body})
 
 
 def exchange_of(scope: Scope) -> _Exchange:
@@ -139,16 +183,13 @@ def exchange_of(scope: Scope) -> _Exchange:
     return cast(_Exchange, scope["serve.exchange"])
 
 
-async def send_error(send: Send, reply: ErrorReply) -> None:
-    """Answer with an error body."""
-    body = reply.body()
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *reply.headers]
-    await send({"type": "http.response.start", "status": reply.status, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+def is_anthropic_path(path: str) -> bool:
+    """Tell whether a path belongs to the Messages API, whose clients read errors in their own shape."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class KeyCheck:
-    """Compares bearer keys: always all of them, by digest, in constant time."""
+    """Compares keys: always all of them, by digest, in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -158,17 +199,21 @@ class KeyCheck:
         """True when the server has keys."""
         return bool(self._digests)
 
-    def check(self, authorization: bytes | None) -> None:
-        """Raise HttpError 401 unless the Authorization header carries one of the keys."""
+    def check(self, authorization: bytes | None, bare_key: bytes | None = None) -> None:
+        """Raise HttpError 401 unless the Authorization header, or a header with only the key, has one of the keys."""
         scheme, _, key = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != b"bearer" or not any(matches):
+        is_known = self._is_known(key) and scheme.lower() == b"bearer"
+        if not is_known and (bare_key is None or not self._is_known(bare_key)):
             raise HttpError(
                 401,
                 "the API key is missing or wrong; send Authorization: Bearer KEY",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
+
+    def _is_known(self, key: bytes) -> bool:
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
 
 
 def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
@@ -200,7 +245,10 @@ def _route(path: str) -> str:
     """Give a label from a closed set, whatever path a client made up."""
     if path in _ROUTES:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    for prefix in ("/v1/models/", "/v1/responses/"):
+        if path.startswith(prefix):
+            return prefix + "{id}"
+    return "other"
 
 
 def _measure(stats: HttpStats, route: str, exchange: _Exchange) -> None:

@@ -1,4 +1,4 @@
-"""The one table from error families to HTTP statuses, and the one shape of every error body."""
+"""The one table from error families to HTTP statuses, and the shapes of an error body: OpenAI's and Anthropic's."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ TYPES: Final = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+# The words of the Messages API; any other status below 500 is the request's fault.
+ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+}
 Header = tuple[bytes, bytes]
 
 
@@ -56,7 +67,7 @@ class ErrorReply:
     headers: tuple[Header, ...] = ()
 
     def body(self) -> bytes:
-        """Give the JSON body; the same object is the last event of a stream that fails."""
+        """Give the JSON body."""
         error = {
             "message": self.message,
             "type": TYPES[self.status],
@@ -64,6 +75,19 @@ class ErrorReply:
             "code": self.code if self.code is not None else self.status,
         }
         return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """Give the last event of a stream that fails."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Give the JSON body in the shape of the Messages API."""
+        error = {"type": ANTHROPIC_TYPES.get(self.status, "invalid_request_error"), "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def anthropic_event(self, request_id: str) -> bytes:
+        """Give the last event of a Messages stream that fails."""
+        return b"event: error\ndata: " + self.anthropic_body(request_id) + b"\n\n"
 
 
 def error_reply(error: BaseException, request_id: str) -> ErrorReply:

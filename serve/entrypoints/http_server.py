@@ -17,10 +17,11 @@ from serve.config import ServerConfig
 from serve.entrypoints.asgi import AsgiApp
 from serve.entrypoints.http_errors import ErrorReply
 from serve.errors import ConfigError
+from serve.limits import HIGHEST_HEADER_BYTES, HIGHEST_NUM_HEADERS
 
 # The gate refuses smaller floods once the whole head is there; a head without end must not be gathered for ever.
-MAX_OPEN_HEAD_BYTES: Final = 256 << 10
-MAX_OPEN_HEADERS: Final = 2048
+MAX_OPEN_HEAD_BYTES: Final = HIGHEST_HEADER_BYTES
+MAX_OPEN_HEADERS: Final = HIGHEST_NUM_HEADERS
 HEAD_SECONDS: Final = 60.0
 
 

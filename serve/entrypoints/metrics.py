@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,6 +18,7 @@ from serve.wire.frontend import Ready
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = "0"
 _LABELS: Final = ("model_name", "engine")
+_REQUEST_TYPES: Final = ("chat_completions", "responses", "other")
 _HELP: Final = {
     "request_prompt_tokens": "Prompt tokens of finished requests.",
     "request_generation_tokens": "Generated tokens of finished requests.",
@@ -50,6 +52,7 @@ class ServerCollector:
         if services is not None and not self._state.config.server.disable_log_stats:
             yield from self._engine(services.llm.stats)
             yield self._cache_config(services.ready)
+            yield self._tool_parsers()
         yield from self._http()
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
@@ -126,6 +129,18 @@ class ServerCollector:
         for route, counts in stats.durations.items():
             durations.add_metric((route,), _cumulative(DURATION_BUCKETS, counts), sum_value=stats.duration_sums[route])
         yield durations
+
+    def _tool_parsers(self) -> Metric:
+        """Give how many answers were searched for tool calls; every combination is there from the start."""
+        family = CounterMetricFamily(
+            self._prefix + "tool_call_parser_invocations",
+            "Answers searched for tool calls.",
+            labels=("model_name", "mode", "outcome", "request_type"),
+        )
+        counts = self._state.http.tool_parsers
+        for key in product(("streaming", "non_streaming"), ("tool_call", "no_tool_call"), _REQUEST_TYPES):
+            family.add_metric((self._labels[0], *key), counts.get(key, 0))
+        return family
 
 
 def _cumulative(buckets: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:

@@ -11,25 +11,22 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import uvloop
 
-from serve.checkpoint import Checkpoint, load_checkpoint
-from serve.config import Environment, ServeConfig, ServerConfig, resolve
+from serve.config import Environment, ServeConfig
 from serve.engine.async_llm import AsyncLLM
 from serve.entrypoints.api_server import build_app
-from serve.entrypoints.app_state import AppState, Phase, Services
+from serve.entrypoints.app_state import AppState, Phase
 from serve.entrypoints.http_server import check_tls_files, new_http_server, set_up_http_logging
+from serve.entrypoints.loading import load_services, unload
 from serve.entrypoints.model_argument import needs_download
+from serve.entrypoints.tasks import example_request
 from serve.errors import ExitCode, ServeError
-from serve.launch import STOP_SECONDS, EngineHandle, EngineProcess, StartCancelled, start_engine
+from serve.launch import STOP_SECONDS, EngineHandle, EngineProcess, StartCancelled
 from serve.model_store import resolve_model
-from serve.renderers.chat_template import load_chat_template
-from serve.renderers.renderer import ChatRenderer, TemplateSettings
-from serve.renderers.tokenizer import Tokenizer, load_tokenizer
 from serve.wire.frontend import Ready
 
 log = logging.getLogger(__name__)
@@ -39,7 +36,6 @@ DEATH_SECONDS: Final = 1.0
 LAST_ANSWERS_SECONDS: Final = 2.0
 ABORT_SECONDS: Final = 2.0
 HURRIED_STOP_SECONDS: Final = 1.0
-_TextSide = tuple[Tokenizer, TemplateSettings]
 
 
 def run_server(
@@ -143,38 +139,15 @@ class ServerRun:
         """Find the model, load tokenizer and engine side by side, and open for requests."""
         model = self._config.engine.model
         path = await self._find_model()
-        checkpoint = await asyncio.to_thread(
-            load_checkpoint, path, name=model.model, need_weights=model.load_format != "dummy"
-        )
         self._state.model_root = str(path) if model.model == str(path) else model.model
-        engine = resolve(self._config.engine, checkpoint.arch.max_position_embeddings)
-        config = replace(self._config, engine=engine)
-        self._state.config = config
-        text_task = asyncio.ensure_future(asyncio.to_thread(_load_text_side, checkpoint, config))
-        engine_task = asyncio.ensure_future(
-            start_engine(self._process, engine, checkpoint, ready_timeout=self._environment.engine_ready_timeout)
+        loaded = await load_services(
+            path, self._config, self._process, ready_timeout=self._environment.engine_ready_timeout
         )
-        tokenizer, settings = await _both(text_task, engine_task)
-        self._handle = engine_task.result()
-        await self._open(checkpoint, tokenizer, config, settings=settings)
-
-    async def _open(
-        self, checkpoint: Checkpoint, tokenizer: Tokenizer, config: ServeConfig, *, settings: TemplateSettings
-    ) -> None:
-        assert self._handle is not None, "the engine has started"
-        ready = self._handle.ready
-        llm = AsyncLLM(self._handle.core_client, tokenizer, checkpoint=checkpoint, config=config, ready=ready)
-        llm.start()
-        renderer = ChatRenderer(
-            tokenizer,
-            max_model_len=ready.max_model_len,
-            settings=settings,
-            num_workers=config.server.renderer_num_workers,
-        )
-        await renderer.warm_up()
-        self._state.services = Services(llm, renderer, tokenizer, ready)
+        self._handle = loaded.handle
+        self._state.config = loaded.config
+        self._state.services = loaded.services
         self._state.phase = Phase.READY
-        self._announce(ready)
+        self._announce(loaded.handle.ready)
 
     async def _find_model(self) -> Path:
         """Give the model's path; a download runs in a process of its own, which can be stopped."""
@@ -203,17 +176,18 @@ class ServerRun:
         via = f"--unix-socket {server.uds} http://localhost" if server.uds is not None else address
         key = " -H 'Authorization: Bearer KEY'" if server.api_key else ""
         name = self._state.model_names[0]
-        messages = '"messages": [{"role": "user", "content": "Hello!"}]'
-        body = f'{{"model": "{name}", {messages}, "max_tokens": 64, "temperature": 0}}'
         log.info("model %s: dtype=%s device=%s max_model_len=%d", name, ready.dtype, ready.device, ready.max_model_len)
-        log.info(
-            "kv cache: %s tokens, room for %.1f requests of %d tokens at once",
-            f"{ready.kv_cache_size_tokens:,}",
-            ready.kv_cache_max_concurrency,
-            ready.max_model_len,
-        )
+        if ready.kv_cache_size_tokens:
+            log.info(
+                "kv cache: %s tokens, room for %.1f requests of %d tokens at once",
+                f"{ready.kv_cache_size_tokens:,}",
+                ready.kv_cache_max_concurrency,
+                ready.max_model_len,
+            )
         log.info("serving at %s", address)
-        log.info("try: curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '%s'", via, key, body)
+        services = self._state.services
+        path, body = example_request(name, None if services is None else services.llm.pooling)
+        log.info("try: curl %s%s%s -H 'Content-Type: application/json' -d '%s'", via, path, key, body)
 
     async def _serve(self) -> ExitCode:
         """Serve until a signal or the engine's death; finish what runs."""
@@ -281,38 +255,5 @@ class ServerRun:
         self._http.should_exit = True
         self._http.force_exit = True
         await asyncio.gather(serving, return_exceptions=True)
-        if self._handle is not None:
-            await self._handle.stop(HURRIED_STOP_SECONDS if self._hurry.is_set() else STOP_SECONDS)
-        services = self._state.services
-        if services is not None:
-            services.llm.shutdown()
-            services.renderer.close()
-
-
-async def _both(text_side: asyncio.Future[_TextSide], engine: asyncio.Future[EngineHandle]) -> _TextSide:
-    """Wait for both; the first failure ends the other."""
-    try:
-        await asyncio.wait((text_side, engine), return_when=asyncio.FIRST_EXCEPTION)
-        if engine.done():
-            engine.result()
-        return text_side.result()
-    finally:
-        engine.cancel()
-        text_side.cancel()
-
-
-def _load_text_side(checkpoint: Checkpoint, config: ServeConfig) -> _TextSide:
-    """Give the tokenizer and the choices about templates; a template that is not there is found out here."""
-    tokenizer = load_tokenizer(checkpoint, config.engine.model.tokenizer)
-    return tokenizer, template_settings(config.server, tokenizer)
-
-
-def template_settings(server: ServerConfig, tokenizer: Tokenizer) -> TemplateSettings:
-    """Give the operator's choices about chat templates; --chat-template may name a file."""
-    return TemplateSettings(
-        chat_template=load_chat_template(server.chat_template, tokenizer.chat_template),
-        content_format=server.chat_template_content_format,
-        default_kwargs=server.default_chat_template_kwargs,
-        trust_request_template=server.trust_request_chat_template,
-        response_role=server.response_role,
-    )
+        limit = HURRIED_STOP_SECONDS if self._hurry.is_set() else STOP_SECONDS
+        await unload(self._handle, self._state.services, timeout=limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final
 
@@ -11,7 +11,8 @@ import msgspec
 from fastapi.responses import Response
 
 from serve.entrypoints.asgi import Receive, Scope, Send, run_while_connected, wait_for_disconnect
-from serve.entrypoints.gate import EVENT_STREAM
+from serve.entrypoints.gate import EVENT_STREAM, exchange_of
+from serve.entrypoints.http_errors import ErrorReply
 
 DONE: Final = b"data: [DONE]\n\n"
 HEARTBEAT: Final = b": ping\n\n"
@@ -57,16 +58,28 @@ class EventStream(Response):
     WRITE_STALL_SECONDS, ends the blocks' generator.
     """
 
-    def __init__(self, first: bytes, blocks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        blocks: AsyncGenerator[bytes, None],
+        *,
+        done: bytes = DONE,
+        error_event: Callable[[ErrorReply], bytes] | None = None,
+    ) -> None:
+        """Start with the first block; done follows the last, error_event words what ends the stream before that."""
         super().__init__()
         self._first = first
         self._blocks = blocks
+        self._done = done
+        self._error_event = error_event
         self._is_writing = False
         self._last_write = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         self._last_write = asyncio.get_running_loop().time()
+        if self._error_event is not None:
+            exchange_of(scope).error_event = self._error_event
         await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
         await run_while_connected(self._write_all(send), wait_for_disconnect(receive), self._keep_alive(send))
 
@@ -75,7 +88,7 @@ class EventStream(Response):
             await self._write(send, self._first)
             async for block in blocks:
                 await self._write(send, block)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._done, "more_body": False})
 
     async def _write(self, send: Send, block: bytes) -> None:
         self._is_writing = True
@@ -96,10 +109,19 @@ class EventStream(Response):
                 await self._write(send, HEARTBEAT)
 
 
-async def start_stream(blocks: AsyncGenerator[bytes, None], receive: Receive) -> EventStream:
-    """Wait for the first block while the client stays, and give the answer that sends it and the rest."""
+async def start_stream(
+    blocks: AsyncGenerator[bytes, None],
+    receive: Receive,
+    *,
+    done: bytes = DONE,
+    error_event: Callable[[ErrorReply], bytes] | None = None,
+) -> EventStream:
+    """Wait for the first block while the client stays, and give the answer that sends it and the rest.
+
+    done is sent after the last block. error_event gives the last event of a stream that fails; None means the usual.
+    """
     first = await run_while_connected(_first(blocks), wait_for_disconnect(receive))
-    return EventStream(first, blocks)
+    return EventStream(first, blocks, done=done, error_event=error_event)
 
 
 async def _first(blocks: AsyncGenerator[bytes, None]) -> bytes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from serve.checkpoint import load_checkpoint
-from serve.config import EngineConfig, Environment, resolve
+from serve.checkpoint.runner import describe_model
+from serve.config import EngineConfig, Environment
 from serve.entrypoints.model_argument import needs_download
 from serve.errors import ConfigError, InvalidRequest
 from serve.model_store import resolve_model
@@ -35,5 +35,4 @@ def check_against_model(config: EngineConfig, environment: Environment) -> None:
     if needs_download(model.model, environment):
         return
     path = resolve_model(model.model, model.revision, environment)
-    checkpoint = load_checkpoint(path, name=model.model, need_weights=model.load_format != "dummy")
-    resolve(config, checkpoint.arch.max_position_embeddings)
+    describe_model(path, config)

@@ -1,6 +1,7 @@
 """Checks of shapes and types that every implementation of an op makes before it computes."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -126,12 +127,32 @@ def check_attention(query: Tensor, cache: KVCache, meta: AttentionMetadata, out:
         raise ValueError(f"block_table {describe(meta.block_table)} must be [num_reqs, max_blocks]")
 
 
+def check_encoder_attention(query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor) -> None:
+    """Check that all four are the same heads of at least the batch's tokens."""
+    if query.dim() != 3 or any(t.shape != query.shape or t.dtype != query.dtype for t in (key, value, out)):
+        raise ValueError(
+            f"query {describe(query)}, key {describe(key)}, value {describe(value)} and out {describe(out)} must all "
+            "be [num_tokens, num_heads, head_size] of one type"
+        )
+    if query.shape[0] < meta.num_tokens:
+        raise ValueError(f"query has {query.shape[0]} rows for num_tokens={meta.num_tokens}")
+
+
 def window_size(window: int | None) -> int:
     """Give the sliding window in tokens, 0 for none."""
     size = window or 0
     if size < 0:
         raise ValueError(f"window={size} is negative; use 0 for full attention")
     return size
+
+
+def request_spans(meta: AttentionMetadata) -> list[tuple[int, int]]:
+    """Give where each request's tokens begin and end in the batch; ValueError when they are out of order."""
+    starts: list[int] = meta.query_start_loc[: meta.num_reqs + 1].tolist()
+    for request, (begin, end) in enumerate(pairwise(starts)):
+        if begin < 0 or end < begin or end > meta.num_tokens:
+            raise query_start_error(request, end, meta.num_tokens)
+    return list(pairwise(starts))
 
 
 def describe(tensor: Tensor) -> str:

@@ -20,6 +20,7 @@ from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
+    "encoder_attention",
     "kv_write",
     "library_description",
     "linear",
@@ -87,6 +88,11 @@ class Ops(Protocol):
         window: int | None = None,
     ) -> None:
         """Write causal attention of packed queries over the paged cache to out."""
+
+    def encoder_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
+    ) -> None:
+        """Write attention in both directions to out, within each request."""
 
 
 def _choose_cpu_ops() -> Ops:
@@ -194,3 +200,14 @@ def paged_attention(
     Raises ValueError for a block outside the cache or lengths that do not fit each other.
     """
     implementation(query.device.type).paged_attention(query, cache, meta, out, scale=scale, window=window)
+
+
+def encoder_attention(
+    query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
+) -> None:
+    """Write attention in both directions to out: each token sees all tokens of its own request.
+
+    query, key, value, out  [num_tokens, num_heads, head_size], rows may be strided
+    Only query_start_loc, num_reqs and num_tokens of meta count: a request's tokens are all in the batch.
+    """
+    implementation(query.device.type).encoder_attention(query, key, value, meta, out, scale=scale)

@@ -165,6 +165,21 @@ def paged_attention(
         out[begin:end] = _attend(query[begin:end], keys, values, scale=scale, window=size).to(out.dtype)
 
 
+def encoder_attention(
+    query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
+) -> None:
+    """Write attention in both directions to out: each token sees all tokens of its own request.
+
+    query, key, value, out  [num_tokens, num_heads, head_size]
+    Only query_start_loc, num_reqs and num_tokens of meta count: a request's tokens are all in the batch.
+    """
+    checks.check_encoder_attention(query, key, value, meta, out)
+    for begin, end in checks.request_spans(meta):
+        scores = torch.einsum("thd,khd->htk", _widen(query[begin:end]) * scale, _widen(key[begin:end]))
+        weights = torch.softmax(scores, dim=-1)
+        out[begin:end] = torch.einsum("htk,khd->thd", weights, _widen(value[begin:end])).to(out.dtype)
+
+
 def _gather(cache: KVCache, block_ids: Tensor, request: int, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Give keys and values [num_keys, num_kv_heads, head_size] of positions [span[0], span[1])."""
     first_block = span[0] // cache.block_size

@@ -16,7 +16,14 @@ from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import AttentionBackend, AttentionMetadata, KVCache, select_backend
 from serve.models.layers.attention import Attention, AttentionGeometry
-from serve.models.layers.embedding import Embedding, OutputHead, PlainEmbedding, QuantizedEmbedding, tied_embedding
+from serve.models.layers.embedding import (
+    Embedding,
+    OutputHead,
+    PlainEmbedding,
+    PromptEmbeds,
+    QuantizedEmbedding,
+    tied_embedding,
+)
 from serve.models.layers.linear import LinearLayer, QuantizedLinear, load_linear
 from serve.models.layers.norm import RMSNorm
 from serve.models.layers.rope import cos_sin_table
@@ -65,16 +72,24 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> Tensor:
         """Compute the last layer's output and write the tokens' keys and values to the caches.
 
         input_ids  [num_tokens] int32 or int64
         positions  [num_tokens] int64
         kv_caches  one for each layer
+        prompt_embeds  rows that are not looked up but given
         Returns hidden_states [num_tokens, hidden_size] in the compute type, final norm included.
         """
         residual = self._embedding(input_ids)
+        if prompt_embeds is not None:
+            prompt_embeds.write_to(residual)
         update: Tensor | None = None
         for layer, cache in zip(self._layers, kv_caches, strict=True):
             norm = layer.input_norm

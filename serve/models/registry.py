@@ -15,6 +15,7 @@ from serve.checkpoint import Checkpoint, ModelArch
 from serve.config import ModelConfig
 from serve.errors import ConfigError, ExitCode
 from serve.kernels.attention import AttentionMetadata, KVCache
+from serve.models.layers.embedding import PromptEmbeds
 from serve.models.llama import build_llama, parameter_shapes
 from serve.models.weights.loader import ParameterLoader, open_weights
 
@@ -33,7 +34,12 @@ class CausalLM(Protocol):
     head_size: int
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None = None,
     ) -> Tensor:
         """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches."""
 

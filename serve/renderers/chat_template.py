@@ -199,7 +199,10 @@ class ChatTemplate:
         try:
             tree = environment.parse(text)
             self.variables = frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())
-            self.content_format: ContentFormat = "openai" if _loops_over_content(tree) else "string"
+            names = _MessageNames(tree)
+            self.content_format: ContentFormat = "openai" if names.loops_over_content() else "string"
+            self.knows_null_content = names.tests_content_for_none()
+            self.wants_text_arguments = _adds_arguments_to_text(tree)
             self._template = environment.from_string(_BoundsTransformer().visit(tree))
         except (TemplateSyntaxError, RecursionError) as error:
             raise InvalidRequest(f"the chat template is not valid: {error}", param="chat_template") from None
@@ -346,49 +349,80 @@ def resolve_template(given: str | None, own: str | dict[str, str] | None, *, has
     )
 
 
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """Tell whether a template loops over the content of a message, so that it wants a list of parts.
+class _MessageNames:
+    """The variables of a template that stand for the messages, one message, or the content of one.
 
-    Follows variables assigned from messages, one message or its content, through subscripts, slices and filters.
+    Follows assignments and loops from messages on, through subscripts, slices and filters.
     """
-    messages, message, content = {"messages"}, {"message"}, set[str]()
-    links: list[tuple[nodes.Node, nodes.Node, bool]] = [(a.target, a.node, False) for a in tree.find_all(nodes.Assign)]
-    links += [(loop.target, loop.iter, True) for loop in tree.find_all(nodes.For)]
-    for _ in range(len(links) + 1):
-        before = len(messages) + len(message) + len(content)
-        for target, source, is_loop in links:
-            kind = _kind_of(source, messages, message, content)
-            if not isinstance(target, nodes.Name) or kind is None:
-                continue
-            if kind == "messages":
-                (message if is_loop else messages).add(target.name)
-            elif kind == "message" and not is_loop:
-                message.add(target.name)
-            elif kind == "content" and not is_loop:
-                content.add(target.name)
-        if len(messages) + len(message) + len(content) == before:
-            break
-    return any(_kind_of(source, messages, message, content) == "content" for _, source, is_loop in links if is_loop)
 
+    def __init__(self, tree: nodes.Template) -> None:
+        self._tree = tree
+        self._messages, self._message, self._content = {"messages"}, {"message"}, set[str]()
+        links: list[tuple[nodes.Node, nodes.Node, bool]] = [
+            (assigned.target, assigned.node, False) for assigned in tree.find_all(nodes.Assign)
+        ]
+        links += [(loop.target, loop.iter, True) for loop in tree.find_all(nodes.For)]
+        for _ in range(len(links) + 1):
+            before = self._size()
+            for target, source, is_loop in links:
+                if isinstance(target, nodes.Name):
+                    self._add(target.name, self._kind_of(source), is_loop=is_loop)
+            if self._size() == before:
+                break
 
-def _kind_of(node: nodes.Node | None, messages: set[str], message: set[str], content: set[str]) -> str | None:
-    """Say what an expression stands for: messages, one message, its content, or None for anything else."""
-    while isinstance(node, (nodes.Filter, nodes.Test)):
-        node = node.node
-    if isinstance(node, nodes.Name):
-        names = (("content", content), ("message", message), ("messages", messages))
-        return next((kind for kind, known in names if node.name in known), None)
-    if isinstance(node, nodes.Getattr):
-        key: object = node.attr
-    elif isinstance(node, nodes.Getitem):
-        key = node.arg.value if isinstance(node.arg, nodes.Const) else node.arg
-    else:
+    def loops_over_content(self) -> bool:
+        """Tell whether the template loops over the content of a message, so that it wants a list of parts."""
+        return any(self._kind_of(loop.iter) == "content" for loop in self._tree.find_all(nodes.For))
+
+    def tests_content_for_none(self) -> bool:
+        """Tell whether the template asks if the content of a message is none."""
+        tests = (test for test in self._tree.find_all(nodes.Test) if test.name == "none")
+        return any(self._kind_of(test.node) == "content" for test in tests)
+
+    def _size(self) -> int:
+        return len(self._messages) + len(self._message) + len(self._content)
+
+    def _add(self, name: str, kind: str | None, *, is_loop: bool) -> None:
+        if kind == "messages":
+            (self._message if is_loop else self._messages).add(name)
+        elif kind == "message" and not is_loop:
+            self._message.add(name)
+        elif kind == "content" and not is_loop:
+            self._content.add(name)
+
+    def _kind_of(self, node: nodes.Node | None) -> str | None:
+        """Say what an expression stands for: messages, one message, its content, or None for anything else."""
+        while isinstance(node, (nodes.Filter, nodes.Test)):
+            node = node.node
+        if isinstance(node, nodes.Name):
+            names = (("content", self._content), ("message", self._message), ("messages", self._messages))
+            return next((kind for kind, known in names if node.name in known), None)
+        if not isinstance(node, (nodes.Getattr, nodes.Getitem)):
+            return None
+        key = _key_of(node)
+        inner = self._kind_of(node.node)
+        if inner == "message" and key == "content":
+            return "content"
+        if inner in ("messages", "content") and isinstance(key, nodes.Slice):
+            return inner
+        if inner == "messages" and not isinstance(key, str):
+            return "message"
         return None
-    inner = _kind_of(node.node, messages, message, content)
-    if inner == "message" and key == "content":
-        return "content"
-    if inner in ("messages", "content") and isinstance(key, nodes.Slice):
-        return inner
-    if inner == "messages" and not isinstance(key, str):
-        return "message"
+
+
+def _key_of(node: nodes.Node) -> object:
+    """Give the name or constant that an expression takes from a value, or the expression inside its brackets."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    if isinstance(node, nodes.Getitem):
+        return node.arg.value if isinstance(node.arg, nodes.Const) else node.arg
     return None
+
+
+def _adds_arguments_to_text(tree: nodes.Template) -> bool:
+    """Tell whether a template only ever adds the arguments of a call to text: an object would make it fail."""
+    keys = (nodes.Getattr, nodes.Getitem)
+    num_read = sum(_key_of(node) == "arguments" for node in tree.find_all(keys))
+    sides = (side for add in tree.find_all(nodes.Add) for side in (add.left, add.right))
+    num_added = sum(_key_of(side) == "arguments" for side in sides)
+    return 0 < num_read == num_added

@@ -210,20 +210,22 @@ class WindowDecodeStream:
     """Decode stream for tokenizers whose text is not the joined bytes: decodes a short window twice a token.
 
     Gives the growth of the window's text, unless it ends in U+FFFD; after eight tokens without a whole character
-    the text is given as it is.
+    the text is given as it is. Tokens of skip_ids have no text.
     """
 
-    def __init__(self, backend: Backend, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Backend, prompt_token_ids: Sequence[int], skip_ids: frozenset[int]) -> None:
         self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-_MAX_PENDING_TOKENS:])
+        self._skip_ids = skip_ids
+        self._window = [i for i in prompt_token_ids[-_MAX_PENDING_TOKENS:] if i not in skip_ids]
         self._num_read = len(self._window)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def step(self, token_id: int) -> str | None:
         """Add one token and return the text that became certain, None when there is none yet."""
+        if token_id in self._skip_ids:
+            return None
         self._window.append(token_id)
         before = self._decode(self._window[: self._num_read])
         text = self._decode(self._window)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-from serve.errors import InvalidRequest
+from serve.errors import InvalidRequest, shown
 
 ContentFormat = Literal["string", "openai"]
 ChatMessage = dict[str, object]
@@ -14,19 +14,34 @@ ChatMessage = dict[str, object]
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PART_TYPES: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+# The API's name first; templates read the second, those of gpt-oss the third.
+_REASONING_NAMES: Final = ("reasoning", "reasoning_content", "thinking")
+
 
 def normalize_messages(
-    messages: Sequence[object], content_format: ContentFormat, *, knows_developer: bool
+    messages: Sequence[object],
+    content_format: ContentFormat,
+    *,
+    knows_developer: bool,
+    knows_null_content: bool = False,
+    wants_text_arguments: bool = False,
 ) -> list[ChatMessage]:
     """Check messages and give copies for the template; the given ones stay untouched.
 
     content_format "string" joins text parts with newlines, "openai" wraps plain strings as one text part. developer
-    messages become system messages at the front unless the template knows them. Raises InvalidRequest with the path
-    of the field at fault.
+    messages become system messages at the front unless the template knows them. The content of a message that only
+    calls tools is empty, or null for a template that asks. Arguments of calls are objects, or their JSON text for a
+    template that wants text. Raises InvalidRequest with the path of the field at fault.
     """
     if not messages:
         raise InvalidRequest("messages is empty; send at least one message", param="messages")
     result = [_normalize(message, f"messages.{i}", content_format) for i, message in enumerate(messages)]
+    for message, given in zip(result, messages, strict=True):
+        assert isinstance(given, dict), "checked by _normalize"
+        if knows_null_content and "tool_calls" in message and given.get("content") is None:
+            message["content"] = None
+        if wants_text_arguments and "tool_calls" in message:
+            message["tool_calls"] = [_with_text_arguments(call) for call in given["tool_calls"]]
     if not knows_developer and any(message["role"] == "developer" for message in result):
         return _developer_to_system(result, content_format)
     return result
@@ -66,7 +81,7 @@ def _normalize(message: object, path: str, content_format: ContentFormat) -> Cha
         raise InvalidRequest(f"{path} must be an object with role and content", param=path)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(f"{path}.role is {_short(role)}; the roles are {', '.join(ROLES)}", param=f"{path}.role")
+        raise InvalidRequest(f"{path}.role is {shown(role)}; the roles are {', '.join(ROLES)}", param=f"{path}.role")
     result = {str(key): value for key, value in message.items() if value is not None}
     as_string = content_format == "string" or role in ("tool", "function")
     content = message.get("content")
@@ -100,22 +115,20 @@ def _part_text(part: object, path: str) -> str:
     kind = part.get("type", "text")
     field = _TEXT_PART_TYPES.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise InvalidRequest(f"{path}.type is {_short(kind)}; this model accepts: text", param=f"{path}.type")
+        raise InvalidRequest(f"{path}.type is {shown(kind)}; this model accepts: text", param=f"{path}.type")
     text = part.get(field)
     if not isinstance(text, str):
         raise InvalidRequest(f"{path}.{field} must be a string", param=f"{path}.{field}")
     return text
 
 
-def _short(value: object) -> str:
-    return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"
-
-
 def _fix_assistant(message: ChatMessage, path: str) -> None:
-    """Parse tool call arguments, drop an empty call list, give reasoning under its new and its old name."""
-    reasoning = message.get("reasoning", message.get("reasoning_content"))
-    if reasoning is not None:
-        message["reasoning"] = message["reasoning_content"] = reasoning
+    """Parse tool call arguments, drop an empty call list, give reasoning under every name that templates read."""
+    given = next((name for name in _REASONING_NAMES if name in message), None)
+    if given is not None:
+        if not isinstance(message[given], str):
+            raise InvalidRequest(f"{path}.{given} must be a string", param=f"{path}.{given}")
+        message.update(dict.fromkeys(_REASONING_NAMES, message[given]))
     calls = message.pop("tool_calls", None)
     if calls is None or calls == []:
         return
@@ -147,6 +160,16 @@ def _parsed_arguments(text: str) -> object:
     return value if isinstance(value, dict) else text
 
 
+def _with_text_arguments(call: ChatMessage) -> ChatMessage:
+    """Give a checked call with its arguments as JSON text: as they were sent, if they were sent as text."""
+    function = call["function"]
+    assert isinstance(function, dict), "checked by _parsed_call"
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments.strip():
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
 def _check_tool(message: ChatMessage, path: str) -> None:
     if not isinstance(message.get("tool_call_id"), str):
         raise InvalidRequest(
@@ -162,10 +185,13 @@ def _developer_to_system(messages: list[ChatMessage], content_format: ContentFor
     merged = [message for message in messages if message["role"] in ("system", "developer")]
     others = [message for message in messages if message["role"] not in ("system", "developer")]
     first = {**merged[0], "role": "system"}
-    if content_format == "string":
-        first["content"] = "\n\n".join(str(message["content"]) for message in merged)
-    else:
-        first["content"] = [
-            part for message in merged if isinstance(message["content"], list) for part in message["content"]
-        ]
+    if len(merged) > 1:
+        text = "\n\n".join(_text_of(message["content"]) for message in merged)
+        # One part: there are templates that read only the first part of a system message.
+        first["content"] = text if content_format == "string" else [{"type": "text", "text": text}]
     return [first, *others]
+
+
+def _text_of(content: object) -> str:
+    """Give normalized content as one text."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else str(content)

@@ -54,5 +54,8 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of text and give what became certain."""
 
-    def finish(self) -> list[Event]:
-        """Give what was held back: the answer has ended, or was cut."""
+    def finish(self, *, was_cut: bool = False) -> list[Event]:
+        """Give what was held back; was_cut tells that the answer did not end by itself.
+
+        Markup that the end interrupts before it is a call is content, but not in an answer that was cut.
+        """

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from serve.errors import ConfigError, InvalidRequest
 from serve.renderers.chat_template import ChatTemplate, TemplateCache, resolve_template
 from serve.renderers.messages import ChatMessage, ContentFormat, content_chars, count_chars, normalize_messages
+from serve.renderers.pairs import PairTokens, encode_pair
 from serve.renderers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -140,10 +141,42 @@ class ChatRenderer:
 
         return await self._run(run)
 
+    def template_text(self, given: str | None = None, *, has_tools: bool) -> str | None:
+        """Give the text of the template that a chat would be rendered with, None when there is none."""
+        if given is None or not self._settings.trust_request_template:
+            given = self._settings.chat_template
+        try:
+            return resolve_template(given, self._tokenizer.chat_template, has_tools=has_tools)
+        except InvalidRequest:
+            return None
+
     async def render_text(self, text: str, params: TokenizeParams) -> RenderedPrompt:
         """Give the prompt of a text."""
         self._check_chars(len(text), input_limit(params), params, "prompt")
         return await self._run(lambda: self._tokenize(text, params, "prompt"))
+
+    async def render_texts(self, texts: tuple[str, ...], params: TokenizeParams) -> PairTokens:
+        """Give the prompt of one text or of two for a pooling model; cut texts keep the special tokens around them."""
+        limit = input_limit(params)
+        keep = limit if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+        side = params.truncation_side or "right"
+        if keep is not None:
+            texts = tuple(self._trim(text, keep, side) for text in texts)
+        elif limit is not None:
+            # Text that cannot fit whatever its tokens are is not tokenized.
+            at_least = sum(map(len, texts)) // self._tokenizer.max_chars_per_token
+            if at_least > limit:
+                raise _too_long_input(f"at least {at_least}", limit)
+
+        def run() -> PairTokens:
+            encoded = encode_pair(
+                self._tokenizer, texts, add_special_tokens=params.add_special_tokens, keep=keep, side=side
+            )
+            if limit is not None and len(encoded.token_ids) > limit:
+                raise _too_long_input(str(len(encoded.token_ids)), limit)
+            return encoded
+
+        return await self._run(run)
 
     def check_token_ids(self, token_ids: list[int], params: TokenizeParams) -> RenderedPrompt:
         """Apply truncation and length rules to a prompt given as ids."""
@@ -199,7 +232,11 @@ class ChatRenderer:
         text = resolve_template(given, self._tokenizer.chat_template, has_tools=bool(request.tools))
         template = self._templates.get(text)
         messages = normalize_messages(
-            request.messages, self._content_format(template), knows_developer="developer" in text
+            request.messages,
+            self._content_format(template),
+            knows_developer="developer" in text,
+            knows_null_content=template.knows_null_content,
+            wants_text_arguments=template.wants_text_arguments,
         )
         final_text = None
         if request.continue_final_message:
@@ -296,6 +333,15 @@ def _too_long(num_tokens: int, params: TokenizeParams, param: str, *, is_exact: 
             "shorten the prompt or set truncate_prompt_tokens"
         )
     return InvalidRequest(message, param=param, code=TOO_LONG)
+
+
+def _too_long_input(count: str, limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the input of {count} tokens exceeds the {limit} tokens that the model takes (max_model_len); shorten it or "
+        "set truncate_prompt_tokens",
+        param="input",
+        code=TOO_LONG,
+    )
 
 
 def _tag_final_message(messages: list[ChatMessage]) -> str:

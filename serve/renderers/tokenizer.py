@@ -47,6 +47,17 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool, max_length: int | None = None) -> list[int]:
         """Tokenize; with max_length give at most that many ids (the first), without the cost of the rest."""
 
+    def encode_texts(
+        self, texts: tuple[str, ...], *, add_special_tokens: bool, keep: int | None, side: str
+    ) -> tuple[list[int], list[int]]:
+        """Tokenize one text or two as one prompt; gives token ids and the number of the segment of each.
+
+        keep is the most tokens of text that remain, special ones not counted; side left drops the beginning of a text.
+        """
+
+    def num_added_tokens(self, *, is_pair: bool) -> int:
+        """Give how many special tokens are added to one text or to two."""
+
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> str:
@@ -61,8 +72,10 @@ class Tokenizer(Protocol):
     def token_to_id(self, token: str) -> int | None:
         """Give the id of a token as the vocabulary spells it."""
 
-    def new_decode_stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> DecodeStream:
-        """Start the incremental text of an output that follows a prompt."""
+    def new_decode_stream(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, visible_token_ids: Sequence[int] = ()
+    ) -> DecodeStream:
+        """Start the incremental text of an output that follows a prompt; visible_token_ids are never skipped."""
 
 
 class FastTokenizer:
@@ -94,8 +107,7 @@ class FastTokenizer:
 
         Lone surrogates count as U+FFFD. A text that already begins with the BOS token gets no second one.
         """
-        if _SURROGATE.search(text):
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = _replace_surrogates(text)
         if max_length is not None:
             num_chars = (max_length + _PROBE_SLACK) * _PROBE_CHARS_PER_TOKEN
             while num_chars < len(text):
@@ -105,6 +117,25 @@ class FastTokenizer:
                 num_chars *= _PROBE_GROWTH
         token_ids = self._encode(text, add_special_tokens=add_special_tokens)
         return token_ids if max_length is None else token_ids[:max_length]
+
+    def encode_texts(
+        self, texts: tuple[str, ...], *, add_special_tokens: bool, keep: int | None, side: str
+    ) -> tuple[list[int], list[int]]:
+        """Tokenize one text or two as one prompt; gives token ids and the number of the segment of each.
+
+        keep is the most tokens of text that remain, special ones not counted; side left drops the beginning of a text.
+        """
+        clean = [_replace_surrogates(text) for text in texts]
+        parts = self._backend.encode_batch_fast(clean, add_special_tokens=False)
+        for part, length in zip(parts, kept_lengths([len(part.ids) for part in parts], keep), strict=True):
+            part.truncate(length, direction="left" if side == "left" else "right")
+        second = parts[1] if len(parts) == 2 else None
+        whole = self._backend.post_process(parts[0], second, add_special_tokens)
+        return whole.ids, whole.type_ids
+
+    def num_added_tokens(self, *, is_pair: bool) -> int:
+        """Give how many special tokens are added to one text or to two."""
+        return self._backend.num_special_tokens_to_add(is_pair)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # The batch call releases the GIL and skips offsets; the single call does neither.
@@ -142,12 +173,37 @@ class FastTokenizer:
         """Give the id of a token as the vocabulary spells it."""
         return self._backend.token_to_id(token)
 
-    def new_decode_stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> DecodeStream:
-        """Start the incremental text of an output that follows a prompt."""
+    def new_decode_stream(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, visible_token_ids: Sequence[int] = ()
+    ) -> DecodeStream:
+        """Start the incremental text of an output that follows a prompt; visible_token_ids are never skipped."""
+        skip_ids = self._skip_ids.difference(visible_token_ids) if skip_special_tokens else frozenset[int]()
         if self._table.is_joinable:
-            skip_ids = self._skip_ids if skip_special_tokens else frozenset[int]()
             return ByteDecodeStream(self._table, prompt_token_ids, skip_ids)
-        return WindowDecodeStream(self._backend, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return WindowDecodeStream(self._backend, prompt_token_ids, skip_ids)
+
+
+def _replace_surrogates(text: str) -> str:
+    if _SURROGATE.search(text):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def kept_lengths(lengths: list[int], keep: int | None) -> list[int]:
+    """Say how many tokens of each of one or two texts remain so that their sum is at most keep.
+
+    The longer text loses tokens until both are of one length, then both do; an odd one stays with the longer text:
+    the rule "longest first" of the tokenizers library.
+    """
+    if keep is None or sum(lengths) <= keep:
+        return lengths
+    if len(lengths) == 1:
+        return [keep]
+    first, second = lengths
+    if keep >= 2 * min(first, second):
+        return [keep - second, second] if first > second else [first, keep - first]
+    half = keep // 2
+    return [keep - half, half] if first > second else [half, keep - half]
 
 
 def load_tokenizer(checkpoint: Checkpoint, override: str | None) -> Tokenizer:

@@ -88,7 +88,10 @@ def _token_text(value: object) -> str | None:
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
-    found = ((name, _token_text(config.get(name))) for name in _SPECIAL_NAMES)
+    """Find the named tokens: the usual names, and those that the model adds (image_token ...)."""
+    extra = config.get("extra_special_tokens")
+    listed = {**(extra if isinstance(extra, dict) else {}), **{name: config.get(name) for name in _SPECIAL_NAMES}}
+    found = ((str(name), _token_text(value)) for name, value in listed.items())
     return {name: text for name, text in found if text is not None}
 
 

@@ -36,6 +36,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -82,6 +83,8 @@ class EngineCoreEvent(Message):
 
 class LogprobsLists(Message):
     """Logprobs of a run of tokens. Column 0 is the sampled (or actual prompt) token, then the top k, best first.
+
+    With logprob_token_ids those ids stand in the place of the top k, best first too.
 
     token_ids     [n, k + 1] int32
     logprobs      [n, k + 1] float32
@@ -238,7 +241,7 @@ class LoadProgress(msgspec.Struct, tag="progress"):
 class Ready(msgspec.Struct, tag="ready"):
     """Engine core to launcher: serving. Also the first message on every input socket.
 
-    max_model_len is the resolved limit in tokens; kv_cache_size_tokens = usable blocks * block_size;
+    max_model_len is the resolved limit in tokens; kv_cache_size_tokens = usable blocks * block_size, 0 without a cache;
     kv_cache_max_concurrency = how many requests of max_model_len fit.
     """
 

@@ -64,6 +64,8 @@ class SchedulerOutput(Message):
 
     num_scheduled_tokens[req_id] > 0 for each request of the step, in schedule order. finished_req_ids and
     preempted_req_ids were finished or preempted since the last step: the worker drops their state first.
+    structured_req_ids may need a mask of allowed tokens; with has_pending_structured_tokens the mask of one of them
+    depends on a token that a step in flight samples.
     """
 
     step_index: int
@@ -73,6 +75,8 @@ class SchedulerOutput(Message):
     total_num_scheduled_tokens: int
     finished_req_ids: list[str] = []
     preempted_req_ids: list[str] = []
+    structured_req_ids: list[str] = []
+    has_pending_structured_tokens: bool = False
 
 
 class GrammarOutput(Message):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve.kernels.attention import AttentionMetadata
+from serve.models.layers.embedding import PromptEmbeds
 from serve.worker.block_tables import BlockTables
 from serve.worker.request_states import RequestStates
 
@@ -38,6 +39,25 @@ class InputBatch:
     query_start_loc_np: NDArray[np.int32]
     sampled: NDArray[np.intp]
     logits_indices: NDArray[np.int64]
+
+
+def gather_prompt_embeds(batch: InputBatch, states: RequestStates) -> PromptEmbeds | None:
+    """Give the rows of a step that enter the model as embeddings, and their values; None when there are none."""
+    rows: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.float32]] = []
+    for place, req_id in enumerate(batch.req_ids):
+        embeds = states.prompt_embeds.get(req_id)
+        if embeds is None:
+            continue
+        start = int(states.num_computed_tokens[batch.req_indices[place]])
+        part = embeds[start : start + int(batch.num_scheduled_tokens[place])]
+        if len(part):
+            first = int(batch.query_start_loc_np[place])
+            rows.append(np.arange(first, first + len(part), dtype=np.int64))
+            values.append(part)
+    if not rows:
+        return None
+    return PromptEmbeds(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(values)))
 
 
 class InputBatchBuilder:

@@ -19,7 +19,7 @@ from serve.models.registry import CausalLM
 from serve.wire.frontend import LogprobsLists
 from serve.wire.step import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from serve.worker.block_tables import BlockTables
-from serve.worker.input_batch import InputBatch, InputBatchBuilder
+from serve.worker.input_batch import InputBatch, InputBatchBuilder, gather_prompt_embeds
 from serve.worker.logits_processors import ProcessorChain, ProcessorRequest
 from serve.worker.request_states import RequestStates
 from serve.worker.sample.logprobs import PromptLogprobs, gather_logprobs, rows_at_once, to_values
@@ -94,7 +94,10 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         batch = self._builder.build(scheduler_output.num_scheduled_tokens)
-        hidden_states = self._model.forward(batch.input_ids, batch.positions, self._kv_caches, batch.meta)
+        prompt_embeds = gather_prompt_embeds(batch, self._states) if self._states.prompt_embeds else None
+        hidden_states = self._model.forward(
+            batch.input_ids, batch.positions, self._kv_caches, batch.meta, prompt_embeds
+        )
         errors = {req_id: self._refused[req_id] for req_id in batch.req_ids if req_id in self._refused}
         prompt_logprobs: dict[str, LogprobsLists] = {}
         if self._states.prompt_logprobs:

@@ -30,6 +30,7 @@ class RequestStates:
         self.req_id_to_index: dict[str, int] = {}
         self.rows: list[RowSampling | None] = [None] * max_num_reqs
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+        self.prompt_embeds: dict[str, NDArray[np.float32]] = {}
         self.version = 0
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
@@ -52,8 +53,11 @@ class RequestStates:
             num_prompt_tokens=new.num_prompt_tokens,
             num_tokens=num_tokens,
             vocab_size=self._vocab_size,
+            has_prompt_ids=new.prompt_embeds is None,
         )
         self._start_prompt_logprobs(new)
+        if new.prompt_embeds is not None:
+            self.prompt_embeds[new.req_id] = new.prompt_embeds
         self.version += 1
         return index
 
@@ -67,6 +71,7 @@ class RequestStates:
             return
         self.rows[index] = None
         self.prompt_logprobs.pop(req_id, None)
+        self.prompt_embeds.pop(req_id, None)
         self._free_rows.append(index)
         self.version += 1
 

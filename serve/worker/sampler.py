@@ -20,7 +20,7 @@ from serve.wire.frontend import LogprobsLists
 from serve.wire.step import GrammarOutput
 from serve.worker.logits_processors import ProcessorChain
 from serve.worker.sample.draw import RowDrawer
-from serve.worker.sample.logprobs import gather_logprobs, to_values
+from serve.worker.sample.logprobs import gather_chosen, gather_logprobs, to_values
 from serve.worker.sample.masks import (
     add_logit_bias,
     mask_allowed_ids,
@@ -32,6 +32,12 @@ from serve.worker.sample.philox import uniform
 from serve.worker.sample.row import RowSampling
 
 FAILED: Final = -1
+_BROKEN: Final = "nan_logits: the model's logits for this request hold NaN or infinity"
+_NONE_BY_PROCESSORS: Final = "no_token_allowed: masks and logits processors leave no token to sample"
+_NONE_BY_REQUEST: Final = (
+    "invalid_request: the constraint, allowed_token_ids, bad_words, min_tokens and logit_bias of this request leave no "
+    "token to sample; drop some of them"
+)
 FloatTable = NDArray[np.float32]
 
 
@@ -108,12 +114,13 @@ class Sampler:
         # argmax stops at a NaN, so the value it found tells whether the row holds one.
         tops = table[np.arange(len(tokens)), tokens]
         output = SamplerOutput(token_ids=[])
-        _fail_rows(tops, output.errors)
+        _fail_rows(tops, output.errors, none_allowed=_BROKEN)
         raw_values = self._raw_values(logits, batch.with_logprobs)
         if batch.has_transforms or grammar is not None or self._processors.changes_argmax:
             self._transform(logits, batch, num_tokens, grammar)
             tokens = table.argmax(axis=1)
-            _fail_rows(table[np.arange(len(tokens)), tokens], output.errors)
+            own = _NONE_BY_PROCESSORS if self._processors.changes_argmax else _NONE_BY_REQUEST
+            _fail_rows(table[np.arange(len(tokens)), tokens], output.errors, none_allowed=own)
         output.token_ids = tokens.tolist()
         if batch.random:
             self._draw(logits, batch, num_tokens, output)
@@ -163,7 +170,7 @@ class Sampler:
                 table[i] *= batch.rows[i].inverse_temperature
         if self._processors.keeps_argmax:
             self._processors.apply_after_temperature(logits)
-            _fail_rows(table.max(axis=1), output.errors)
+            _fail_rows(table.max(axis=1), output.errors, none_allowed=_NONE_BY_PROCESSORS)
         for i in batch.random:
             if i in output.errors:
                 continue
@@ -186,7 +193,11 @@ class Sampler:
             else:
                 values = to_values(logits[i : i + 1], as_logprobs=self._as_logprobs)
             token_ids = np.array([output.token_ids[i]], dtype=np.int32)
-            output.logprobs[i] = gather_logprobs(values, token_ids, num_logprobs)
+            chosen_ids = batch.rows[i].logprob_ids
+            if chosen_ids is not None:
+                output.logprobs[i] = gather_chosen(values, token_ids, chosen_ids)
+            else:
+                output.logprobs[i] = gather_logprobs(values, token_ids, num_logprobs)
 
 
 def _mask_grammar(table: FloatTable, req_ids: list[str], grammar: GrammarOutput) -> None:
@@ -199,12 +210,15 @@ def _mask_grammar(table: FloatTable, req_ids: list[str], grammar: GrammarOutput)
             table[row][mask] = -np.inf
 
 
-def _fail_rows(tops: NDArray[np.float32], errors: dict[int, str]) -> None:
-    """Note the cause of each row whose largest value cannot be sampled; the first cause of a row stays."""
+def _fail_rows(tops: NDArray[np.float32], errors: dict[int, str], *, none_allowed: str) -> None:
+    """Note the cause of each row whose largest value cannot be sampled; the first cause of a row stays.
+
+    none_allowed is the cause of a row that holds nothing but minus infinity.
+    """
     if np.isfinite(tops).all():
         return
     for i, top in enumerate(tops.tolist()):
         if top == -np.inf:
-            errors.setdefault(i, "no_token_allowed: masks and penalties of this request leave no token to sample")
+            errors.setdefault(i, none_allowed)
         elif not np.isfinite(top):
-            errors.setdefault(i, "nan_logits: the model's logits for this request hold NaN or infinity")
+            errors.setdefault(i, _BROKEN)

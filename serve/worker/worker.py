@@ -13,7 +13,9 @@ from serve.config import AUTO_MAX_MODEL_LEN, EngineConfig
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import select_backend
+from serve.models.pooling import PoolingModel, load_pooling_model
 from serve.models.registry import DTYPES, CausalLM, compute_dtype, load_model
+from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
     CachedRequestData,
@@ -27,6 +29,7 @@ from serve.wire.step import (
 from serve.worker.host import free_memory_bytes, processor_name, usable_cpus
 from serve.worker.logits_processors import ProcessorChain, load_processors
 from serve.worker.model_runner import ModelRunner, RunnerLimits
+from serve.worker.pooling_runner import PoolingRunner
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +38,15 @@ _WARM_UP_ID: Final = "warm-up"
 _WARM_UP_TOKENS: Final = 32
 _MIB: Final = 1 << 20
 
-ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], CausalLM]
+ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], CausalLM | PoolingModel]
 
 
 def load_registered_model(
     checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> CausalLM:
+) -> CausalLM | PoolingModel:
     """Build the checkpoint's architecture from the table of models and fill it."""
+    if checkpoint.pooling is not None:
+        return load_pooling_model(checkpoint, config.model, dtype=dtype, device=device)
     return load_model(checkpoint, config.model, dtype=dtype, device=device)
 
 
@@ -60,8 +65,8 @@ class Worker:
         self._kv_dtype = self._dtype if cache_dtype == "auto" else DTYPES[cache_dtype]
         self._processors = ProcessorChain(load_processors(config.model.logits_processors))
         self._num_threads = 1
-        self._model: CausalLM | None = None
-        self._runner: ModelRunner | None = None
+        self._model: CausalLM | PoolingModel | None = None
+        self._runner: ModelRunner | PoolingRunner | None = None
         self.dtype_name = str(self._dtype).removeprefix("torch.")
 
     def init_device(self) -> None:
@@ -79,7 +84,7 @@ class Worker:
             self._model = self._load(self._checkpoint, self._config, self._dtype, self._device)
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """Say what one layer stores for one block."""
+        """Say what one layer stores for one block; an encoder has no layer that stores anything."""
         arch = self._checkpoint.arch
         block_size = self._config.cache.block_size
         page_size = self._backend.page_size_bytes(
@@ -87,7 +92,7 @@ class Worker:
         )
         all_slide = not arch.sliding_layers or len(arch.sliding_layers) == arch.num_layers
         return KVCacheSpec(
-            num_layers=arch.num_layers,
+            num_layers=0 if arch.encoder is not None else arch.num_layers,
             block_size=block_size,
             num_kv_heads=arch.num_kv_heads,
             head_size=arch.head_size,
@@ -106,6 +111,8 @@ class Worker:
         if given is not None:
             return given
         spec = self.get_kv_cache_spec()
+        if spec.num_layers == 0:
+            return 0
         num_blocks = -(-self._max_model_len() // spec.block_size) + 2
         wanted = max(CPU_KV_CACHE_BYTES, num_blocks * spec.page_size_bytes * spec.num_layers)
         free = free_memory_bytes()
@@ -132,7 +139,7 @@ class Worker:
                     head_size=arch.head_size,
                     dtype=self._kv_dtype,
                 )
-                for _ in range(arch.num_layers)
+                for _ in range(self.get_kv_cache_spec().num_layers)
             ]
         except MemoryError as e:
             raise no_memory_error(config, self.get_kv_cache_spec()) from e
@@ -143,6 +150,9 @@ class Worker:
             block_size=config.block_size,
             vocab_size=arch.vocab_size,
         )
+        if isinstance(self._model, PoolingModel):
+            self._runner = PoolingRunner(self._model, kv_caches, limits)
+            return
         self._runner = ModelRunner(
             self._model,
             kv_caches,
@@ -167,10 +177,12 @@ class Worker:
             sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
             block_ids=[1],
             num_computed_tokens=0,
+            pooling_params=None if self._checkpoint.pooling is None else PoolingParams(self._checkpoint.pooling.task),
         )
-        prefill = self._run_step(_step([request], CachedRequestData(), num_tokens))
-        decode = self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1))
-        for error in {**prefill.errors, **decode.errors}.values():
+        errors = dict(self._run_step(_step([request], CachedRequestData(), num_tokens)).errors)
+        if request.pooling_params is None:
+            errors |= self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1)).errors
+        for error in errors.values():
             log.warning("the model failed on a test prompt: %s; check the checkpoint, or try --dtype float32", error)
         self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
 
@@ -180,7 +192,9 @@ class Worker:
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the logits of the last forward pass."""
-        return self._ready_runner().sample_tokens(grammar_output)
+        runner = self._ready_runner()
+        assert isinstance(runner, ModelRunner), "a pooling model samples nothing"
+        return runner.sample_tokens(grammar_output)
 
     def device_description(self) -> str:
         """Name the processor, its threads and the kernels in use."""
@@ -192,10 +206,9 @@ class Worker:
         self._model = None
 
     def _run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        self.execute_model(scheduler_output)
-        return self.sample_tokens(None)
+        return self.execute_model(scheduler_output) or self.sample_tokens(None)
 
-    def _ready_runner(self) -> ModelRunner:
+    def _ready_runner(self) -> ModelRunner | PoolingRunner:
         assert self._runner is not None, "initialize_kv_cache comes before the first step"
         return self._runner
 

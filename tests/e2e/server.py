@@ -22,6 +22,7 @@ from tests.source_tree import ROOT
 from tests.waiting import wait_until
 
 BUILT_IN = "smollm2-135m-instruct"
+EMBEDDING_MODEL = "all-minilm-l6-v2"
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 15.0
 REQUEST_LIMIT_S = 120.0

@@ -28,7 +28,7 @@ def test_w1_a_thousand_killed_readers_leave_no_state_and_no_blocks(tiny: Server)
     with ThreadPoolExecutor(16) as pool:
         first_lines = list(pool.map(start_and_leave, range(1000)))
     assert all(line.startswith("data: ") for line in first_lines)
-    tiny.wait_idle(5)
+    tiny.wait_idle()
     assert text_of(complete(tiny, "canary", max_tokens=12)) == canary
     # Pooled connections of this test may still be open: at most one for each of its threads and the fixture's.
     assert psutil.Process(tiny.process.pid).num_fds() <= files + 17
@@ -55,4 +55,4 @@ def test_w2_requests_cancelled_before_their_first_token_reach_nobody_else(tiny: 
     assert all(text == alone[i] for i, text in answers)
     # Connections are accepted in order: once a new one is answered, none of the vanished requests is still to come.
     assert httpx.get(f"http://127.0.0.1:{tiny.port}/health").status_code == 200
-    tiny.wait_idle(5)
+    tiny.wait_idle()

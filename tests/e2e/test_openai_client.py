@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.server import BUILT_IN, Server
+
+
+class Paint(BaseModel):
+    """Paint something in a colour."""
+
+    colour: Literal["red", "green", "blue"]
+    is_glossy: bool
+
 
 ASK = [{"role": "user", "content": "Name a colour."}]
 
@@ -60,6 +71,52 @@ def test_logprobs(client: openai.OpenAI) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob
 
 
+def test_parse_gives_a_pydantic_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=BUILT_IN,
+        messages=ASK,  # type: ignore[arg-type]
+        max_tokens=60,
+        temperature=0,
+        response_format=Paint,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Paint)
+
+
+def test_streamed_parse_gives_the_same_model(client: openai.OpenAI) -> None:
+    fields = {"model": BUILT_IN, "messages": ASK, "max_tokens": 60, "temperature": 0, "response_format": Paint}
+    plain = client.chat.completions.parse(**fields)  # type: ignore[arg-type]
+    with client.chat.completions.stream(**fields) as stream:  # type: ignore[arg-type]
+        kinds = {event.type for event in stream}
+    final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert final.choices[0].message.parsed == plain.choices[0].message.parsed
+
+
+def test_parse_gives_the_arguments_of_a_tool(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=BUILT_IN,
+        messages=ASK,  # type: ignore[arg-type]
+        max_tokens=60,
+        temperature=0,
+        tools=[openai.pydantic_function_tool(Paint)],
+        tool_choice={"type": "function", "function": {"name": "Paint"}},
+    )
+    assert answer.choices[0].message.tool_calls is not None
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Paint)
+
+
+async def test_async_parse_tells_of_an_answer_that_was_cut(server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="unused", max_retries=0) as client:
+        with pytest.raises(openai.LengthFinishReasonError):
+            await client.chat.completions.parse(
+                model=BUILT_IN,
+                messages=ASK,  # type: ignore[arg-type]
+                max_tokens=3,
+                response_format=Paint,
+            )
+
+
 def test_completions_and_models(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=BUILT_IN, prompt=["One, two,", "Red,"], max_tokens=4, temperature=0)
     assert [c.index for c in answer.choices] == [0, 1]
@@ -105,5 +162,5 @@ async def test_leaving_an_async_stream_frees_the_server(server: Server) -> None:
         async for _ in stream:
             break
         await stream.close()
-    server.wait_idle(3)
+    server.wait_idle()
     assert server.metric("num_requests_running") == 0

@@ -132,7 +132,7 @@ def test_o7_a_stop_tokens_text_is_absent_and_its_id_present(server: Server) -> N
 def test_o8_a_stop_string_frees_the_slot_at_once(server: Server) -> None:
     answer = complete(server, "1, 2, 3, 4, 5,", max_tokens=4000, stop=" 9", ignore_eos=True)
     assert choice_of(answer)["stop_reason"] == " 9"
-    server.wait_idle(1)
+    server.wait_idle()
     assert usage_of(answer)["completion_tokens"] < 40
 
 

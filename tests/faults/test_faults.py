@@ -20,7 +20,9 @@ from tests.e2e.server import Server, running
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
-GONE_LIMIT_S = 5.0
+GONE_LIMIT_S = 15.0
+# A dead engine core is noticed by itself, long before its missing heartbeats are.
+SILENCE_LIMIT_S = 8.0
 ENDLESS = {"prompt": "the other", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
 
 
@@ -41,8 +43,8 @@ def test_killed_engine_core_fails_plain_requests_with_its_cause(tiny_model: Path
         killed = time.monotonic()
         engine.kill()
         for future in waiting:
-            assert "engine_dead" in str(expect_refusal(future.result(5), 500))
-        assert time.monotonic() - killed < 2
+            assert "engine_dead" in str(expect_refusal(future.result(SILENCE_LIMIT_S), 500))
+        assert time.monotonic() - killed < SILENCE_LIMIT_S
         assert server.wait_exit(GONE_LIMIT_S) == 5
         assert "Traceback" not in server.log()
 

@@ -15,12 +15,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET, UnsetType
 
-from serve import __version__
-from serve.engine.async_llm import RequestStream
-from serve.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from serve.engine.outputs import CompletionOutput, OutputStream, PositionLogprobs, RequestOutput
+from serve.engine.prompt_embeds import EmbeddedPrompt, decode_all
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.asgi import run_while_connected, wait_for_disconnect
+from serve.entrypoints.openai.constraints import build_constraint, with_field
 from serve.entrypoints.openai.generation import (
+    FINGERPRINT,
     Generation,
     check_max_tokens,
     detailed_usage,
@@ -32,14 +33,15 @@ from serve.entrypoints.openai.generation import (
     usage,
 )
 from serve.entrypoints.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from serve.entrypoints.openai.prompts import TextOrIds, holds_many, split_prompts
 from serve.entrypoints.openai.protocol import COMPLETION_MAX_TOKENS, CompletionRequest, parse_request
+from serve.entrypoints.openai.tools import NO_TOOLS
 from serve.entrypoints.sse import ChunkWriter, start_stream
 from serve.errors import InvalidRequest
 from serve.renderers.renderer import RenderedPrompt
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import SamplingParams, StructuredOutputs
 
-FINGERPRINT = f"serve-{__version__}"
-Prompt = str | list[int]
+Prompt = TextOrIds | EmbeddedPrompt
 
 
 class CompletionChunkChoice(msgspec.Struct, gc=False):
@@ -52,6 +54,7 @@ class CompletionChunkChoice(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType | None = UNSET
 
 
 async def create_completion(state: AppState, request: Request) -> Response:
@@ -60,68 +63,39 @@ async def create_completion(state: AppState, request: Request) -> Response:
     state.admitting()
     completion = parse_request(CompletionRequest, await read_body(state, request))
     generation = start_generation(state, request, completion, prefix="cmpl-", arrival_time=arrival_time)
-    _check_num_choices(completion, state.config.server.max_num_prompts)
-    prompts = split_prompts(completion.prompt)
-    job = CompletionJob(generation, completion, prompts)
+    job = await plan_completion(generation, completion)
     if completion.stream:
         return await start_stream(stream_completion(job), request.receive)
     body = await run_while_connected(complete(job), wait_for_disconnect(request.receive))
     return Response(body, media_type="application/json")
 
 
+async def plan_completion(generation: Generation, completion: CompletionRequest) -> CompletionJob:
+    """Take the prompts apart and check what needs no rendering; embedded prompts come before the others."""
+    config = generation.state.config
+    _check_num_choices(completion, config.server.max_num_prompts)
+    prompts: list[Prompt] = []
+    if completion.prompt_embeds is not None:
+        size = generation.services.llm.prompt_embeds_size
+        prompts += await asyncio.to_thread(decode_all, completion.prompt_embeds, size)
+    if completion.prompt is not None:
+        prompts += split_prompts(completion.prompt, "prompt")
+    constraint = build_constraint(completion, NO_TOOLS, config.limits)
+    return CompletionJob(generation, completion, prompts, constraint)
+
+
 def _check_num_choices(completion: CompletionRequest, limit: int) -> None:
     """Refuse too many choices before each prompt is looked at: there may be millions."""
-    prompt = completion.prompt
-    is_many = isinstance(prompt, list) and len(prompt) > 0 and not _is_id(prompt[0])
-    num_prompts = len(prompt) if is_many else 1
+    num_prompts = 0
+    for prompts in (completion.prompt, completion.prompt_embeds):
+        if prompts is not None:
+            num_prompts += len(prompts) if holds_many(prompts) else 1
     if num_prompts * max(1, completion.n) > limit:
         raise InvalidRequest(
             f"{num_prompts} prompts with n={completion.n} make more than the {limit} choices of one request; "
-            "send fewer at a time",
+            "send fewer at a time or raise --max-num-prompts",
             param="prompt",
         )
-
-
-def split_prompts(prompt: object) -> list[Prompt]:
-    """Take apart the four forms of `prompt`: text, ids, a list of texts, a list of id lists."""
-    if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
-    if not isinstance(prompt, list):
-        raise InvalidRequest(
-            "prompt must be a string, a list of strings, token ids or lists of token ids", param="prompt"
-        )
-    if not prompt:
-        raise InvalidRequest("prompt must not be an empty list", param="prompt")
-    if _is_id(prompt[0]):
-        return [_token_ids(prompt, "prompt")]
-    if isinstance(prompt[0], str):
-        return [_text(item, f"prompt.{i}") for i, item in enumerate(prompt)]
-    return [_token_ids(item, f"prompt.{i}") for i, item in enumerate(prompt)]
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _text(value: object, param: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{param} must be a string like the other prompts", param=param)
-    if not value:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
-    return value
-
-
-def _token_ids(value: object, param: str) -> list[int]:
-    if not isinstance(value, list) or any(kind is not int for kind in set(map(type, value))):
-        raise InvalidRequest(f"{param} must hold token ids only", param=param)
-    if not value:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
-    lowest, highest = min(value), max(value)
-    if lowest < 0 or highest >= 2**31:
-        raise InvalidRequest(
-            f"{param} holds token id {lowest if lowest < 0 else highest}, which no vocabulary has", param=param
-        )
-    return value
 
 
 @dataclass(slots=True)
@@ -131,6 +105,7 @@ class CompletionJob:
     generation: Generation
     completion: CompletionRequest
     prompts: list[Prompt]
+    constraint: StructuredOutputs | None = None
     rendered: list[RenderedPrompt] = field(default_factory=list)
     echo_texts: list[str] = field(default_factory=list)
 
@@ -144,17 +119,22 @@ class CompletionJob:
         """Prompt tokens over all prompts; n does not multiply them."""
         return sum(len(prompt.token_ids) for prompt in self.rendered)
 
-    async def submit(self) -> list[RequestStream]:
+    async def submit(self) -> list[OutputStream]:
         """Render all prompts, then register and submit them in order; none stays behind when one is refused."""
-        await self._render()
-        streams: list[RequestStream] = []
+        await self.render()
+        streams: list[OutputStream] = []
         is_complete = False
         try:
             for index, prompt in enumerate(self.rendered):
-                request_id = f"{self.generation.response_id}-{index}"
-                params = self._sampling_params(len(prompt.token_ids))
+                given = self.prompts[index]
                 streams.append(
-                    await self.generation.submit(prompt.token_ids, params, self.completion, request_id=request_id)
+                    await self.generation.submit(
+                        prompt.token_ids,
+                        self.sampling_params(len(prompt.token_ids)),
+                        self.completion,
+                        request_id=f"{self.generation.response_id}-{index}",
+                        prompt_embeds=given if isinstance(given, EmbeddedPrompt) else None,
+                    )
                 )
             is_complete = True
         finally:
@@ -162,7 +142,8 @@ class CompletionJob:
                 await close_all(streams)
         return streams
 
-    async def _render(self) -> None:
+    async def render(self) -> None:
+        """Give each prompt its token ids; those of an embedded one are all 0."""
         completion, services = self.completion, self.generation.services
         if not self.scores_only:
             check_max_tokens(completion.max_tokens, "max_tokens")
@@ -171,6 +152,8 @@ class CompletionJob:
         for prompt in self.prompts:
             if isinstance(prompt, str):
                 self.rendered.append(await services.renderer.render_text(prompt, params))
+            elif isinstance(prompt, EmbeddedPrompt):
+                self.rendered.append(services.renderer.check_token_ids([0] * len(prompt), params))
             else:
                 self.rendered.append(services.renderer.check_token_ids(prompt, params))
         if completion.echo:
@@ -182,18 +165,22 @@ class CompletionJob:
         skips = self.completion.skip_special_tokens
         return await self.generation.services.renderer.decode(prompt.token_ids, skip_special_tokens=skips)
 
-    def _sampling_params(self, prompt_len: int) -> SamplingParams:
+    def sampling_params(self, prompt_len: int) -> SamplingParams:
+        """Give the parameters of a prompt of that many tokens."""
         completion, llm = self.completion, self.generation.services.llm
         requested = completion.max_tokens if completion.max_tokens is not None else COMPLETION_MAX_TOKENS
         prompt_count = completion.prompt_logprobs
         if completion.echo and completion.logprobs is not None:
             prompt_count = max(prompt_count or 0, completion.logprobs)
-        return completion.sampling_params(
+        params = completion.sampling_params(
             llm.default_sampling,
             max_tokens=1 if self.scores_only else resolve_max_tokens(requested, {}, llm.max_model_len - prompt_len),
             logprobs=completion.logprobs,
             prompt_logprobs=prompt_count,
         )
+        if self.constraint is None:
+            return params
+        return msgspec.structs.replace(params, structured_outputs=self.constraint)
 
     def choice_writer(self, prompt_index: int, sample_index: int) -> ChoiceWriter:
         """Give the writer of one choice."""
@@ -239,6 +226,8 @@ class ChoiceWriter:
             choice.token_ids = token_ids
             if is_first:
                 choice.prompt_token_ids = job.rendered[self._prompt_index].token_ids
+        if completion.return_prompt_text and is_first:
+            choice.prompt_text = job.rendered[self._prompt_index].text
         return choice
 
     def _logprob_block(
@@ -254,7 +243,7 @@ class ChoiceWriter:
         return self._logprobs.block([*prompt_positions, *positions], [*prompt_ids, *token_ids], first)
 
 
-async def close_all(streams: list[RequestStream]) -> None:
+async def close_all(streams: list[OutputStream]) -> None:
     """Abort what is still running."""
     for stream in streams:
         await stream.aclose()
@@ -265,6 +254,8 @@ async def complete(job: CompletionJob) -> bytes:
     streams = await job.submit()
     try:
         results = [await final_output(stream) for stream in streams]
+    except InvalidRequest as error:
+        raise with_field(error, job.completion) from None
     finally:
         await close_all(streams)
     choices: list[dict[str, object]] = []
@@ -304,6 +295,8 @@ async def stream_completion(job: CompletionJob) -> AsyncGenerator[bytes, None]:
             if block:
                 yield block
         yield writer.closing()
+    except InvalidRequest as error:
+        raise with_field(error, job.completion) from None
     finally:
         await close_all(streams)
 
@@ -354,7 +347,7 @@ class CompletionStreamWriter:
         return self._chunks.usage_chunk(counts, {"system_fingerprint": FINGERPRINT})
 
 
-async def merge(streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def merge(streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """Give (prompt index, hand-over) of all streams as they come.
 
     One hand-over waits at a time, so a slow reader leaves the rest in the collectors, which merge.
@@ -365,7 +358,7 @@ async def merge(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Reques
         return
     queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue(maxsize=1)
 
-    async def pump(index: int, stream: RequestStream) -> None:
+    async def pump(index: int, stream: OutputStream) -> None:
         async for output in stream:
             await queue.put((index, output))
 

@@ -6,16 +6,20 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 from fastapi import Request
 
-from serve.engine.async_llm import RequestStream
+from serve import __version__
+from serve.engine.beam_search import CANDIDATES_PER_BEAM, BeamStream
 from serve.engine.input_processor import RequestOptions
-from serve.engine.outputs import CompletionOutput, RequestOutput
+from serve.engine.outputs import CompletionOutput, OutputStream, RequestOutput
+from serve.engine.prompt_embeds import EmbeddedPrompt
 from serve.entrypoints.app_state import AppState, Phase, Services, check_request_id
 from serve.entrypoints.asgi import read_json
 from serve.entrypoints.gate import exchange_of
 from serve.entrypoints.openai.protocol import GenerationRequest
+from serve.entrypoints.tasks import require_generation
 from serve.errors import InvalidRequest, Overloaded, RequestFailed
 from serve.log import log_once
 from serve.renderers.renderer import TokenizeParams
@@ -23,6 +27,10 @@ from serve.sampling_params import SamplingParams
 from serve.wire.frontend import FinishReason
 
 log = logging.getLogger(__name__)
+
+FINGERPRINT: Final = f"serve-{__version__}"
+# Words of the tool_call_parser_invocations metric, by the prefix of response ids.
+REQUEST_TYPES: Final = {"chatcmpl-": "chat_completions", "resp_": "responses"}
 
 
 @dataclass(slots=True)
@@ -35,6 +43,7 @@ class Generation:
     response_id: str
     created: int
     arrival_time: float
+    request_type: str = "other"
 
     def options(self, request: GenerationRequest) -> RequestOptions:
         """Give what goes beside the sampling parameters."""
@@ -44,12 +53,52 @@ class Generation:
         return RequestOptions(priority=request.priority, cache_salt=request.cache_salt, arrival_time=self.arrival_time)
 
     async def submit(
-        self, token_ids: list[int], params: SamplingParams, request: GenerationRequest, *, request_id: str
-    ) -> RequestStream:
-        """Register and send one prompt; whatever is wrong with it is raised here."""
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        request: GenerationRequest,
+        *,
+        request_id: str,
+        prompt_embeds: EmbeddedPrompt | None = None,
+    ) -> OutputStream:
+        """Register and send one prompt; whatever is wrong with it is raised here, or by a beam search's first step.
+
+        With prompt_embeds the ids are all 0.
+        """
         if self.state.config.server.enable_log_requests:
             log.info("request: id=%s prompt_tokens=%d params=%s", request_id, len(token_ids), params)
-        return await self.services.llm.add_request(token_ids, params, request_id, options=self.options(request))
+        options = self.options(request)
+        if request.use_beam_search:
+            self._check_beams(request.n)
+            return BeamStream(
+                self.services.llm,
+                self.services.tokenizer,
+                token_ids,
+                params,
+                request_id=request_id,
+                options=options,
+                length_penalty=request.length_penalty,
+            )
+        if prompt_embeds is not None:
+            options.prompt_embeds = prompt_embeds.rows
+        return await self.services.llm.add_request(token_ids, params, request_id, options=options)
+
+    def _check_beams(self, n: int) -> None:
+        """Refuse more beams than the logprobs of one step can widen."""
+        needed, limit = CANDIDATES_PER_BEAM * n, self.state.config.engine.model.max_logprobs
+        if limit != -1 and needed > limit:
+            raise InvalidRequest(
+                f"use_beam_search with n={n} needs {needed} logprobs a token, the limit is {limit}; lower n or start "
+                "the server with a larger --max-logprobs",
+                param="n",
+            )
+
+    def count_tool_parser(self, *, is_streamed: bool, has_calls: bool) -> None:
+        """Count an answer that was searched for tool calls."""
+        mode = "streaming" if is_streamed else "non_streaming"
+        key = (mode, "tool_call" if has_calls else "no_tool_call", self.request_type)
+        counts = self.state.http.tool_parsers
+        counts[key] = counts.get(key, 0) + 1
 
     def finish_word(self, output: CompletionOutput) -> str | None:
         """Give the API's finish_reason. Raises for answers that did not really finish."""
@@ -71,6 +120,21 @@ def shutting_down() -> Overloaded:
 def start_generation(
     state: AppState, request: Request, body: GenerationRequest, *, prefix: str, arrival_time: float
 ) -> Generation:
+    """Check that the model generates, and its name, and give the request its id."""
+    require_generation(state.admitting().llm)
+    generation = admit(state, request, body, prefix=prefix, arrival_time=arrival_time)
+    generation.request_type = REQUEST_TYPES.get(prefix, "other")
+    return generation
+
+
+class NamedBody(Protocol):
+    """What every request body says: for which model it is, and under which id the client wants to find it."""
+
+    model: str
+    request_id: str | None
+
+
+def admit(state: AppState, request: Request, body: NamedBody, *, prefix: str, arrival_time: float) -> Generation:
     """Check the model's name and give the request its id."""
     services = state.admitting()
     model = state.check_model(body.model)
@@ -80,7 +144,13 @@ def start_generation(
 
 async def read_body(state: AppState, request: Request) -> dict[str, object]:
     """Read the JSON object that a client sent."""
-    return await read_json(request.scope, request.receive, max_bytes=state.config.server.max_body_bytes)
+    config = state.config
+    return await read_json(
+        request.scope,
+        request.receive,
+        max_bytes=config.server.max_body_bytes,
+        max_depth=config.limits.max_json_depth,
+    )
 
 
 def tokenize_params(request: GenerationRequest, requested: int | None, *, special: bool, total: int) -> TokenizeParams:
@@ -130,7 +200,7 @@ def detailed_usage(state: AppState, prompt_tokens: int, completion_tokens: int, 
     return counts
 
 
-async def final_output(stream: RequestStream) -> RequestOutput:
+async def final_output(stream: OutputStream) -> RequestOutput:
     """Give the only hand-over of a request that is not streamed."""
     async for output in stream:
         if output.finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from serve.engine.outputs import Logprob, PositionLogprobs
 from serve.renderers.decode_stream import Utf8Stream
@@ -12,18 +13,30 @@ FLOOR = -9999.0
 
 
 def chat_logprobs(
-    positions: list[PositionLogprobs], token_ids: list[int], *, top: int, as_ids: bool
+    positions: list[PositionLogprobs],
+    token_ids: list[int],
+    *,
+    top: int,
+    as_ids: bool,
+    chosen_ids: Collection[int] | None = None,
 ) -> dict[str, list[dict[str, Json]]]:
-    """Give the chat API's block: an entry per token with `top` candidates, best first (-1 = all)."""
+    """Give the chat API's block: an entry per token with `top` candidates, best first (-1 = all), or the chosen ids."""
     content: list[dict[str, Json]] = []
     for position, token_id in zip(positions, token_ids, strict=True):
         entry = _chat_entry(token_id, position[token_id], as_ids)
-        best = sorted(((i, c) for i, c in position.items() if top < 0 or c.rank <= top), key=lambda item: item[1].rank)
-        entry["top_logprobs"] = [
-            _chat_entry(i, candidate, as_ids) for i, candidate in best[: top if top >= 0 else None]
-        ]
+        best = _chosen(position, chosen_ids) if chosen_ids is not None else _best(position, top)
+        entry["top_logprobs"] = [_chat_entry(i, candidate, as_ids) for i, candidate in best]
         content.append(entry)
     return {"content": content}
+
+
+def _best(position: PositionLogprobs, top: int) -> list[tuple[int, Logprob]]:
+    best = sorted(((i, c) for i, c in position.items() if top < 0 or c.rank <= top), key=lambda item: item[1].rank)
+    return best[: top if top >= 0 else None]
+
+
+def _chosen(position: PositionLogprobs, chosen_ids: Collection[int]) -> list[tuple[int, Logprob]]:
+    return sorted(((i, position[i]) for i in chosen_ids), key=lambda item: -item[1].logprob)
 
 
 def _chat_entry(token_id: int, candidate: Logprob, as_ids: bool) -> dict[str, Json]:

@@ -9,24 +9,35 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from serve.entrypoints.openai.fields import (
+    MAX_OPTIONS,
+    AtMost,
+    Float,
+    Int,
+    LogitBias,
+    Objects,
+    Options,
+    RepetitionDetectionBody,
+    ResponseFormat,
+    StreamOptions,
+    Strings,
+    StructuredOutputsBody,
+    TokenIds,
+    XArgs,
+    drop_nulls,
+)
+from serve.entrypoints.openai.tools import check_tools
 from serve.errors import InvalidRequest
 from serve.log import log_once
-from serve.sampling_params import MAX_LOGIT_BIAS, OutputKind, SamplingParams
+from serve.sampling_params import OutputKind, RepetitionDetection, SamplingParams
 
 log = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS: Final = 16
-# Bounds on how many values are looked at one by one, so that a hostile body costs no more than its decoding.
-MAX_TOKEN_IDS: Final = 1 << 20
-MAX_MESSAGES: Final = 1 << 16
-MAX_OPTIONS: Final = 1024
-INT64_MIN: Final = -(2**63)
-INT64_MAX: Final = 2**63 - 1
-
 RENAMED: Final = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -40,77 +51,18 @@ RENAMED: Final = {
 }
 # Asking for these must not be ignored: each would change the answer. A harmless value is accepted.
 UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "thinking_token_budget": (-1,),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
     "kv_transfer_params": (),
     "audio": (),
-    "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    "include_reasoning": (True,),
 }
-_UNSUPPORTED_RESPONSE_FORMAT: Final = 'response_format is not supported yet; leave it out or send {"type": "text"}'
 
-
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a number, not a boolean")
-    return value
-
-
-def _drop_nulls(value: Any) -> Any:
-    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _no_bools(values: Any) -> Any:
-    if isinstance(values, list) and bool in set(map(type, values)):
-        raise ValueError("Input should hold numbers, not booleans")
-    return values
-
-
-class _AtMost:
-    """A check of a container's length before its items are looked at."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def __call__(self, values: Any) -> Any:
-        if isinstance(values, (list, dict)) and len(values) > self._limit:
-            raise ValueError(f"must hold at most {self._limit} entries, got {len(values)}")
-        return values
-
-
-Int = Annotated[int, BeforeValidator(_no_bool), Field(ge=INT64_MIN, le=INT64_MAX)]
-Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=2**31 - 1)]],
-    Field(fail_fast=True),
-    BeforeValidator(_no_bools),
-    BeforeValidator(_AtMost(MAX_TOKEN_IDS)),
-]
-# One wrong item is enough: each report of pydantic takes microseconds, and a body can hold millions of items.
-Strings = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list)]
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True), BeforeValidator(_AtMost(MAX_MESSAGES))]
-Options = Annotated[dict[str, Any], BeforeValidator(_AtMost(MAX_OPTIONS))]
-XArgList = Annotated[list[str | int | float], Field(fail_fast=True), BeforeValidator(_AtMost(MAX_OPTIONS))]
-XArgs = Annotated[dict[str, str | int | float | XArgList], BeforeValidator(_AtMost(MAX_OPTIONS))]
-LogitBias = Annotated[dict[str, Float], BeforeValidator(_AtMost(MAX_LOGIT_BIAS))]
-
-
-class StreamOptions(BaseModel):
-    """What a stream reports besides text."""
-
-    model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+# What a search by likelihood has no place for.
+BEAM_UNUSABLE: Final = (
+    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "repetition_detection"),
+    *("structured_outputs", "response_format", "tools", "vllm_xargs", "stream"),
+)
 
 
 class GenerationRequest(BaseModel):
@@ -120,7 +72,7 @@ class GenerationRequest(BaseModel):
 
     model: str = ""
     stream: bool = False
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(_drop_nulls)] = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(drop_nulls)] = None
     n: Int = 1
     max_tokens: Int | None = None
     min_tokens: Int = 0
@@ -152,6 +104,13 @@ class GenerationRequest(BaseModel):
     request_id: str | None = None
     user: Any = None
     vllm_xargs: XArgs | None = None
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(drop_nulls)] = None
+    structured_outputs: Annotated[StructuredOutputsBody | None, BeforeValidator(drop_nulls)] = None
+    logprob_token_ids: TokenIds | None = None
+    repetition_detection: Annotated[RepetitionDetectionBody | None, BeforeValidator(drop_nulls)] = None
+    use_beam_search: bool = False
+    length_penalty: Float = 1.0
+    return_prompt_text: bool = False
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "modalities", "prediction"}
@@ -195,7 +154,15 @@ class GenerationRequest(BaseModel):
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY,
             extra_args=self.vllm_xargs,
+            logprob_token_ids=tuple(self.logprob_token_ids) if self.logprob_token_ids else None,
+            repetition_detection=self._repetition_detection(),
         )
+
+    def _repetition_detection(self) -> RepetitionDetection | None:
+        sent = self.repetition_detection
+        if sent is None:
+            return None
+        return RepetitionDetection(sent.min_pattern_size, sent.max_pattern_size, sent.min_count)
 
     def _logit_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
@@ -220,10 +187,21 @@ class GenerationRequest(BaseModel):
                 f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_prompt_tokens}",
                 param="truncate_prompt_tokens",
             )
+        self._check_beam_search()
         best_of = (self.model_extra or {}).get("best_of")
         if best_of not in (None, 1, self.n):
             raise InvalidRequest("best_of is not supported; use n", param="best_of")
         self._check_extra()
+
+    def _check_beam_search(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise InvalidRequest("length_penalty needs use_beam_search: true", param="length_penalty")
+            return
+        for name, value in self.model_dump(include=self.model_fields_set & set(BEAM_UNUSABLE)).items():
+            is_free_text = name == "response_format" and value is not None and value["type"] == "text"
+            if value not in (None, [], {}, type(self).model_fields[name].default) and not is_free_text:
+                raise InvalidRequest(f"{name} is not possible with use_beam_search; leave one of them out", param=name)
 
     def _check_extra(self) -> None:
         """Refuse fields that were renamed or would change the answer; note the unknown rest once."""
@@ -236,11 +214,6 @@ class GenerationRequest(BaseModel):
         modalities = extra.get("modalities")
         if modalities is not None and modalities != ["text"]:
             raise InvalidRequest('modalities must be ["text"]; this server answers with text only', param="modalities")
-        response_format = extra.get("response_format")
-        if response_format is not None and not (
-            isinstance(response_format, dict) and response_format.get("type") == "text"
-        ):
-            raise InvalidRequest(_UNSUPPORTED_RESPONSE_FORMAT, param="response_format")
         for name in extra.keys() - self.IGNORED - UNSUPPORTED.keys():
             log_once(log, logging.DEBUG, f"unknown request field ignored: {name[:64]}")
 
@@ -258,8 +231,10 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: str | None = None
     chat_template_kwargs: Options | None = None
     documents: Objects | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: Annotated[Int, Field(ge=-1)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    tools: Annotated[Objects, BeforeValidator(_AtMost(MAX_OPTIONS))] | None = None
+    tools: Annotated[Objects, BeforeValidator(AtMost(MAX_OPTIONS))] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -280,32 +255,17 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt: false", param="continue_final_message"
             )
-        _check_tools(self.tools, self.tool_choice)
-
-
-def _check_tools(tools: list[dict[str, Any]] | None, tool_choice: Any) -> None:
-    if tools is None:
-        if tool_choice not in (None, "none"):
-            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        return
-    if not tools:
-        raise InvalidRequest("tools must not be an empty list; leave it out", param="tools")
-    if tool_choice is None:
-        raise InvalidRequest(
-            'tools need a tool parser, which this server does not have yet; send tool_choice: "none" to show the '
-            "tools to the model without parsing calls",
-            param="tools",
-        )
-    if tool_choice != "none":
-        raise InvalidRequest(
-            'tool_choice must be "none": calling tools is not supported by this server yet', param="tool_choice"
-        )
+        check_tools(self.tools, self.tool_choice)
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of POST /v1/completions. prompt is taken apart in completions.py: its four forms need exact messages."""
+    """Body of POST /v1/completions. prompt is taken apart in completions.py: its four forms need exact messages.
 
-    prompt: Any
+    prompt_embeds is one embedded prompt or a list of them, see engine/prompt_embeds.py; they come before prompt's.
+    """
+
+    prompt: Any = None
+    prompt_embeds: Any = None
     logprobs: Int | None = None
     add_special_tokens: bool = True
     suffix: str | None = None
@@ -317,10 +277,31 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.prompt is None and self.prompt_embeds is None:
+            raise InvalidRequest("prompt is missing; send a text or token ids", param="prompt")
+        if self.prompt_embeds is not None:
+            self._check_with_embeds()
+        if self.use_beam_search and self.logprobs is not None:
+            raise InvalidRequest(
+                "logprobs is not possible with use_beam_search; leave one of them out", param="logprobs"
+            )
         if self.suffix:
             raise InvalidRequest("suffix is not supported: this model does not fill in the middle", param="suffix")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo: true", param="max_tokens")
+
+    def _check_with_embeds(self) -> None:
+        """Refuse what needs the ids or the text of a prompt."""
+        for name, is_asked in (
+            ("echo", self.echo),
+            ("use_beam_search", self.use_beam_search),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens is not None),
+            ("prompt_logprobs", self.prompt_logprobs is not None),
+        ):
+            if is_asked:
+                raise InvalidRequest(
+                    f"{name} is not possible with prompt_embeds, which have neither text nor token ids", param=name
+                )
 
 
 class TokenizeRequest(BaseModel):
@@ -336,7 +317,7 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: Options | None = None
-    tools: Annotated[Objects, BeforeValidator(_AtMost(MAX_OPTIONS))] | None = None
+    tools: Annotated[Objects, BeforeValidator(AtMost(MAX_OPTIONS))] | None = None
 
     def check(self) -> None:
         """Check what involves several fields. Raises InvalidRequest."""
@@ -359,13 +340,41 @@ class DetokenizeRequest(BaseModel):
         """Nothing here involves several fields."""
 
 
-RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+class GenerateRequest(BaseModel):
+    """Body of POST /inference/v1/generate; sampling_params holds what a completion request would hold beside prompt."""
+
+    model_config = ConfigDict(extra="ignore")
+    token_ids: TokenIds = Field(min_length=1)
+    sampling_params: Options = {}
+    model: str = ""
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(drop_nulls)] = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: Int = 0
+
+    def check(self) -> None:
+        """Nothing here involves several fields."""
+
+
+class RequestBody(Protocol):
+    """What parse_request needs of a body: pydantic's own check, then ours."""
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """Give the checked body. Raises pydantic's ValidationError."""
+
+    def check(self) -> None:
+        """Check what involves several fields. Raises InvalidRequest."""
+
+
+RequestT = TypeVar("RequestT", bound=RequestBody)
 
 
 def parse_request(kind: type[RequestT], body: Mapping[str, Any]) -> RequestT:
     """Check a decoded body. Raises InvalidRequest that names the first field at fault."""
     try:
-        request = kind.model_validate(_drop_nulls(dict(body)))
+        request = kind.model_validate(drop_nulls(dict(body)))
     except ValidationError as error:
         raise _invalid(error) from None
     request.check()

@@ -7,6 +7,7 @@ from fastapi import Request
 from serve.entrypoints.app_state import AppState
 from serve.entrypoints.openai.generation import read_body
 from serve.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest, parse_request
+from serve.entrypoints.openai.tool_prompt import messages_with_tools
 from serve.errors import InvalidRequest
 from serve.renderers.renderer import ChatRenderRequest, TokenizeParams
 
@@ -21,7 +22,9 @@ async def tokenize(state: AppState, request: Request) -> dict[str, object]:
     else:
         prompt = await services.renderer.render_chat(
             ChatRenderRequest(
-                messages=body.messages or [],
+                messages=messages_with_tools(
+                    services, body.messages or [], body.tools, chat_template=body.chat_template
+                ),
                 tokenize=_params(body, special=False),
                 tools=body.tools,
                 add_generation_prompt=body.add_generation_prompt,
@@ -42,6 +45,20 @@ async def tokenize(state: AppState, request: Request) -> dict[str, object]:
 def _params(body: TokenizeRequest, *, special: bool) -> TokenizeParams:
     sent = body.add_special_tokens
     return TokenizeParams(add_special_tokens=special if sent is None else sent, max_total_tokens=None)
+
+
+def tokenizer_info(state: AppState) -> dict[str, object]:
+    """Describe the tokenizer: its sizes, its named special tokens, and its own chat template."""
+    services = state.serving()
+    tokenizer = services.tokenizer
+    return {
+        **tokenizer.special_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "model_max_length": services.llm.max_model_len,
+        "chat_template": tokenizer.chat_template,
+    }
 
 
 async def detokenize(state: AppState, request: Request) -> dict[str, object]:

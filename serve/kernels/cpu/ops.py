@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
 from serve.kernels.block_formats import TILE_FORMATS
@@ -270,6 +271,20 @@ def paged_attention(
         raise _attention_error(int(status), fault, cache, meta)
     if not is_direct:
         out.copy_(plain_out)
+
+
+def encoder_attention(
+    query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
+) -> None:
+    """Write attention in both directions to out; see the twin.
+
+    Requests are computed one by one: a padded batch would let a row's sums depend on the longest neighbour.
+    """
+    checks.check_encoder_attention(query, key, value, meta, out)
+    for begin, end in checks.request_spans(meta):
+        # A batch of one: without that dimension torch takes a path of half the speed.
+        q, k, v = (heads[begin:end].transpose(0, 1).unsqueeze(0) for heads in (query, key, value))
+        out[begin:end] = scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
 
 
 def _attention_error(status: int, fault: binding.Fault, cache: KVCache, meta: AttentionMetadata) -> Exception:

@@ -22,6 +22,21 @@ class Embedding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Rows of a step whose inputs are given as embeddings, not looked up.
+
+    rows [n] int64, places in the step; values [n, hidden_size] float32.
+    """
+
+    rows: Tensor
+    values: Tensor
+
+    def write_to(self, hidden_states: Tensor) -> None:
+        """Replace the rows of hidden_states [num_tokens, hidden_size]."""
+        hidden_states[self.rows] = self.values.to(hidden_states.device, hidden_states.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainEmbedding:
     """Rows of weight [vocab_size, hidden_size]."""
 

@@ -48,10 +48,46 @@ class WeightSource(Protocol):
         """Give the file's divisors of rotary frequencies, if it has any."""
 
 
-def open_weights(checkpoint: Checkpoint, expected: Mapping[str, Shape], *, dummy_seed: int | None) -> WeightSource:
+class RenamedSource:
+    """A source whose tensors go by other names; those that rename gives None for are left out."""
+
+    def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
+        self._source = source
+        self._names = {own: name for name in source.shapes if (own := rename(name)) is not None}
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of all tensors there are, by their new names."""
+        return {own: self._source.shapes[name] for own, name in self._names.items()}
+
+    def read(self, name: str, out: Tensor) -> None:
+        """Write a tensor to out."""
+        self._source.read(self._names[name], out)
+
+    def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Give the file's own memory as a tensor when it already holds that type, else None."""
+        return self._source.mapped(self._names[name], dtype)
+
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Give a matrix's blocks as the file has them, None when it is not quantised."""
+        return self._source.blocks(self._names[name])
+
+    def rope_divisors(self) -> Tensor | None:
+        """Give the file's divisors of rotary frequencies, if it has any."""
+        return self._source.rope_divisors()
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    expected: Mapping[str, Shape],
+    *,
+    dummy_seed: int | None,
+    rename: Callable[[str], str | None] | None = None,
+) -> WeightSource:
     """Open a checkpoint's weights, or random ones when dummy_seed is set, and check them against the architecture.
 
-    Raises ConfigError (exit code MODEL) that counts and names tensors that lack, do not fit or do not belong.
+    rename gives the architecture's name of a file's tensor, None for one that it has no use for. Raises ConfigError
+    (exit code MODEL) that counts and names tensors that lack, do not fit or do not belong.
     """
     if dummy_seed is not None:
         return DummySource(expected, dummy_seed)
@@ -60,6 +96,8 @@ def open_weights(checkpoint: Checkpoint, expected: Mapping[str, Shape], *, dummy
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
     else:
         source = SafetensorsSource(checkpoint.weight_files)
+    if rename is not None:
+        source = RenamedSource(source, rename)
     _check_parameters(checkpoint, expected, source.shapes)
     return source
 

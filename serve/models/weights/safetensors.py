@@ -21,6 +21,8 @@ from serve.errors import ConfigError, ExitCode
 from serve.kernels.quantized_weight import QuantizedBlocks
 
 _MAX_HEADER_BYTES: Final = 100 << 20
+# Older exports of encoders saved the numbers 0, 1, 2, ... and as many zeros as integers; they are no parameters.
+_BUFFERS: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 _DTYPES: Final[dict[str, torch.dtype]] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -102,7 +104,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return {
         name: _entry(path, name, description, memory, 8 + length)
         for name, description in header.items()
-        if name != "__metadata__"
+        if name != "__metadata__" and not name.endswith(_BUFFERS)
     }
 
 

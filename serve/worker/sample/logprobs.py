@@ -32,17 +32,29 @@ def gather_logprobs(values: Table, token_ids: NDArray[np.int32], num_logprobs: i
     token_ids  [n] int32
     A token's rank is the number of entries with a value at or above its own.
     """
-    rows = np.arange(len(values))
-    own = values[rows, token_ids]
     ids = np.empty((len(values), num_logprobs + 1), dtype=np.int32)
     ids[:, 0] = token_ids
     if num_logprobs > 0:
-        for row in rows:
+        for row in range(len(values)):
             ids[row, 1:] = top_ids(values[row], num_logprobs)
+    return _table_of(values, ids)
+
+
+def gather_chosen(values: Table, token_ids: NDArray[np.int32], chosen_ids: NDArray[np.intp]) -> LogprobsLists:
+    """Gather each row's own token, then the chosen ones, best first; shapes as for gather_logprobs."""
+    ids = np.empty((len(values), len(chosen_ids) + 1), dtype=np.int32)
+    ids[:, 0] = token_ids
+    for row in range(len(values)):
+        ids[row, 1:] = chosen_ids[np.argsort(-values[row, chosen_ids], kind="stable")]
+    return _table_of(values, ids)
+
+
+def _table_of(values: Table, ids: NDArray[np.int32]) -> LogprobsLists:
+    own = np.take_along_axis(values, ids[:, :1].astype(np.intp), axis=1)
     return LogprobsLists(
         token_ids=ids,
         logprobs=np.take_along_axis(values, ids.astype(np.intp), axis=1),
-        sampled_ranks=np.count_nonzero(values >= own[:, None], axis=1).astype(np.int32),
+        sampled_ranks=np.count_nonzero(values >= own, axis=1).astype(np.int32),
     )
 
 

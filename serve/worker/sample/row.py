@@ -24,6 +24,7 @@ class RowSampling:
     bad_tokens  ids of one-token bad words; bad_sequences the longer ones
     penalties   None when all three penalties are neutral
     num_logprobs: None = off, else the number of best tokens besides the sampled one
+    logprob_ids: the tokens to report in the place of the best, None for the best
     """
 
     token_ids: NDArray[np.int32]
@@ -44,12 +45,21 @@ class RowSampling:
     bias_values: NDArray[np.float32]
     penalties: PenaltyState | None
     num_logprobs: int | None
+    logprob_ids: Ids | None
 
 
 def prepare_row(
-    params: SamplingParams, token_ids: NDArray[np.int32], *, num_prompt_tokens: int, num_tokens: int, vocab_size: int
+    params: SamplingParams,
+    token_ids: NDArray[np.int32],
+    *,
+    num_prompt_tokens: int,
+    num_tokens: int,
+    vocab_size: int,
+    has_prompt_ids: bool = True,
 ) -> RowSampling:
     """Prepare a request's settings; token_ids is its row, filled up to num_tokens.
+
+    Without has_prompt_ids the prompt was given as embeddings, and its ids mean nothing.
 
     A request without a seed gets one from the operating system's entropy. Stop ids and bad words that the model
     cannot generate are left out: a tokenizer may know more ids than the model's head.
@@ -59,6 +69,7 @@ def prepare_row(
     bias = params.logit_bias or {}
     bad_words = [word for word in params.bad_words_token_ids if word[-1] < vocab_size]
     singles = [word[0] for word in bad_words if len(word) == 1]
+    first_id = 0 if has_prompt_ids else num_prompt_tokens
     return RowSampling(
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
@@ -76,8 +87,9 @@ def prepare_row(
         stop_ids=_ids(token_id for token_id in params.all_stop_token_ids if token_id < vocab_size),
         bias_ids=_ids(bias) if bias else None,
         bias_values=np.array(list(bias.values()), dtype=np.float32),
-        penalties=_penalties(params, token_ids[:num_tokens], num_prompt_tokens),
+        penalties=_penalties(params, token_ids[first_id:num_tokens], num_prompt_tokens - first_id),
         num_logprobs=resolve_num_logprobs(params.logprobs, vocab_size),
+        logprob_ids=None if params.logprob_token_ids is None else _ids(params.logprob_token_ids),
     )
 
 

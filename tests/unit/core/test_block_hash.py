@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import numpy as np
 import pytest
 import xxhash
 
@@ -86,3 +87,29 @@ def test_without_a_seed_two_servers_never_agree() -> None:
 
 def test_with_a_seed_two_servers_agree() -> None:
     assert hashes(make_hasher(seed="x"), [1, 2, 3, 4]) == hashes(make_hasher(seed="x"), [1, 2, 3, 4])
+
+
+def embeds_hashes(rows: np.ndarray, num_tokens: int, salt: str | None = None) -> list[bytes]:
+    out: list[bytes] = []
+    make_hasher().extend(out, [0] * num_tokens, salt, rows)
+    return out
+
+
+def test_prompt_embeds_are_hashed_by_content_in_the_blocks_they_fill() -> None:
+    rows = np.arange(18, dtype=np.float32).reshape(6, 3)
+    other = rows.copy()
+    other[5, 2] += 1
+    first, second, third = embeds_hashes(rows, 12)
+    assert embeds_hashes(rows.copy(), 12) == [first, second, third]
+    assert embeds_hashes(other, 12)[0] == first
+    assert embeds_hashes(other, 12)[1] != second
+    assert hashes(make_hasher(), [0] * 12)[0] != first
+    assert embeds_hashes(rows, 12, "tenant")[0] != first
+
+
+def test_no_salt_looks_like_the_key_of_embeds() -> None:
+    rows = np.zeros((4, 1), dtype=np.float32)
+    digest = hashlib.sha256(rows.tobytes()).digest()
+    root = hashlib.sha256(encoded(b"seed", b"model")).digest()
+    ids = struct.pack("<4I", 0, 0, 0, 0)
+    assert embeds_hashes(rows, 4) == [hashlib.sha256(encoded(root, ids, b"prompt_embeds", digest)).digest()]

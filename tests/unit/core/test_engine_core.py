@@ -40,7 +40,7 @@ class Engine:
         self.executor = UniprocExecutor(lambda config, checkpoint: self.worker, config, make_checkpoint())
         self.stages: list[str] = []
         self.core = EngineCore(config, make_checkpoint(), self.executor, report=self.stages.append)
-        self.control = ControlPanel(self.core.scheduler)
+        self.control = ControlPanel(self.core.scheduler, self.core.structured)
         self.outputs: list[EngineCoreOutput] = []
 
     def add(self, req_id: str, prompt: list[int], **params: object) -> None:

@@ -19,7 +19,7 @@ from serve.config import CacheConfig, EngineConfig
 from serve.core.executor.uniproc import UniprocExecutor
 from serve.core.proc import EngineCoreProc
 from serve.errors import ExitCode
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import SamplingParams, StructuredOutputs
 from serve.wire import sockets
 from serve.wire.codec import MsgpackDecoder, MsgpackEncoder
 from serve.wire.frontend import (
@@ -37,10 +37,12 @@ from serve.wire.frontend import (
     PauseScheduler,
     Ready,
     RequestType,
+    ResumeScheduler,
     SchedulerStats,
+    SetVocabulary,
 )
 from tests.source_tree import ROOT
-from tests.unit.core.scripted import ScriptedWorker, continue_text, make_checkpoint, make_config
+from tests.unit.core.scripted import VOCAB_SIZE, ScriptedWorker, continue_text, make_checkpoint, make_config
 
 LIMIT = 20.0
 
@@ -210,6 +212,32 @@ def test_a_request_comes_back_token_by_token(is_async: bool) -> None:
         client.add("a", [1, 2, 3])
         assert client.tokens_of("a") == continue_text([1, 2, 3], 8)
         assert client.receive_end("a")[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_constraints_work_once_the_vocabulary_is_known(is_async: bool) -> None:
+    any_text = StructuredOutputs("regex", "(.|\n)*")
+    with engine(async_scheduling=is_async) as running:
+        (client,) = running.clients
+        client.add("early", [1, 2, 3], structured_outputs=any_text)
+        assert "vocabulary" in (client.receive_end("early")[-1].error or "")
+        client.call(SetVocabulary([bytes([32 + index % 90]) for index in range(VOCAB_SIZE)], [], []))
+        assert client.receive_result().result is True
+        client.add("a", [1, 2, 3], structured_outputs=any_text)
+        assert client.tokens_of("a") == continue_text([1, 2, 3], 8)
+        client.add("refused", [1, 2, 3], structured_outputs=StructuredOutputs("regex", "(a"))
+        assert (client.receive_end("refused")[-1].error or "").startswith("invalid_request: regex ")
+        # The scripted model samples what it likes; a grammar notices.
+        client.add("misfit", [1, 2, 3], structured_outputs=StructuredOutputs("choice", '["!"]'))
+        assert (client.receive_end("misfit")[-1].error or "").startswith("grammar_error: ")
+        client.call(PauseScheduler("wait"))
+        client.receive_result()
+        client.add("refused in a pause", [1, 2, 3], structured_outputs=StructuredOutputs("regex", "(b"))
+        assert (client.receive_end("refused in a pause")[-1].error or "").startswith("invalid_request: regex ")
+        client.call(ResumeScheduler())
+        client.receive_result()
+        client.add("after", [1, 2, 3])
+        assert client.tokens_of("after") == continue_text([1, 2, 3], 8)
 
 
 def test_answers_go_back_to_the_client_that_asked() -> None:

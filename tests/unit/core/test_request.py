@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
 from serve.core.request import LEGAL_MOVES, Request, RequestStatus, find_stop
-from serve.sampling_params import SamplingParams
+from serve.sampling_params import RepetitionDetection, SamplingParams
 from serve.wire.frontend import EngineCoreRequest, EventType, FinishReason
 from tests.unit.core.scripted import make_request
 
@@ -41,7 +42,7 @@ def test_a_final_status_has_no_way_out_and_a_reason() -> None:
         request = make_request("r", 3)
         request.status = status
         reasons.append(request.finish_reason)
-    assert reasons == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR]
+    assert reasons == list(FinishReason)
 
 
 @pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED])
@@ -92,3 +93,37 @@ def test_the_stop_test_looks_at_end_ids_then_lengths(
     request = grown(output, **params)
     assert find_stop(request, max_model_len=12) is status
     assert request.stop_reason == stop_reason
+
+
+@pytest.mark.parametrize(
+    ("output", "loop", "ends"),
+    [
+        ([7, 7, 7], (1, 1, 3), True),
+        ([8, 7, 7], (1, 1, 3), False),
+        ([7, 7], (1, 1, 3), False),
+        ([1, 2, 1, 2], (1, 4, 2), True),
+        ([1, 2, 1, 2], (3, 4, 2), False),
+        ([5, 1, 2, 3, 1, 2, 3], (2, 3, 2), True),
+        ([1, 2, 3, 1, 2, 3, 4], (2, 3, 2), False),
+        ([1, 2, 9, 2, 1, 2], (2, 2, 2), False),
+        # The prompt of four nines is no part of the loop.
+        ([9, 9], (1, 1, 3), False),
+    ],
+)
+def test_a_loop_of_the_output_ends_the_request(output: list[int], loop: tuple[int, int, int], ends: bool) -> None:
+    request = grown(output, repetition_detection=RepetitionDetection(*loop), eos_token_id=None, stop_token_ids=())
+    assert find_stop(request, max_model_len=100) is (RequestStatus.FINISHED_REPETITION if ends else None)
+
+
+def test_min_tokens_hold_back_the_end_of_a_loop() -> None:
+    loop = RepetitionDetection(1, 1, 2)
+    assert find_stop(grown([7, 7], repetition_detection=loop, min_tokens=3), max_model_len=100) is None
+    assert find_stop(grown([7, 7, 7], repetition_detection=loop, min_tokens=3), max_model_len=100) is not None
+
+
+def test_a_loop_is_found_within_microseconds_a_token() -> None:
+    """The costliest settings on an output that nearly loops: no pattern is compared further than it agrees."""
+    request = grown(([7] * 500 + [8]) * 20, repetition_detection=RepetitionDetection(1, 1024, 64), max_tokens=20_000)
+    started = time.process_time()
+    assert find_stop(request, max_model_len=100_000) is None
+    assert time.process_time() - started < 0.3

@@ -588,5 +588,5 @@ def test_an_idle_engine_has_no_work_and_no_usage() -> None:
     loop.scheduler.add_request(make_request("a", 40))
     loop.run_to_end()
     assert not loop.scheduler.has_work
-    assert loop.scheduler.gauges() == (0, 0, 0.0)
+    assert loop.scheduler.gauges() == (0, 0, 0, 0.0)
     assert loop.scheduler.kv.pool.num_cached_blocks == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, assume, settings
@@ -17,6 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from serve.core.block_hash import BlockHasher
 from serve.core.request import Request, RequestStatus
 from serve.core.scheduler import PauseState
+from serve.core.structured_output.constraint import Constraint
+from serve.core.structured_output.grammar import MaskRow
+from serve.core.structured_output.reasoning_gate import ReasoningGate
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import EngineCoreOutput, FinishReason
 from serve.wire.step import SchedulerOutput
@@ -36,15 +40,48 @@ class Expected:
     reason: FinishReason
 
 
-def expect(request: Request) -> Expected:
+def expect(request: Request, complete_after: int | None) -> Expected:
     """Compute the whole answer of a request from the model's definition."""
     params = request.sampling_params
     text = continue_text(request.all_token_ids, params.max_tokens)
     limit = min(params.max_tokens, MAX_MODEL_LEN - request.num_prompt_tokens)
     for index, token in enumerate(text[:limit]):
+        if index + 1 == complete_after:
+            return Expected(text[: index + 1], FinishReason.STOP)
         if index + 1 >= params.min_tokens and (token == params.eos_token_id or token in params.stop_token_ids):
             return Expected(text[: index + 1], FinishReason.STOP)
     return Expected(text[:limit], FinishReason.LENGTH)
+
+
+class CountingGrammar:
+    """Allows every token; the text is complete after so many of them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_left == 0
+
+    def copy(self) -> CountingGrammar:
+        return CountingGrammar(self.num_left)
+
+    def fill(self, row: MaskRow) -> None:
+        row[:] = 0xFFFFFFFF
+
+    def accept(self, token_id: int) -> bool:
+        assert self.num_left, "a token came after the end"
+        self.num_left -= 1
+        return True
+
+    def accept_text(self, text: bytes) -> bool:
+        raise NotImplementedError
+
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -99,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[str, Request] = {}
         self.dropped: set[str] = set()
         self.failed: set[str] = set()
+        self.deferred: set[str] = set()
         self.started: list[int] = []
 
     @rule(
@@ -109,6 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after=st.none() | st.integers(0, 15),
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "x"]),
+        grammar=st.sampled_from([None, None, (1, True), (4, True), (9, True), (3, False), (7, False)]),
     )
     def add(
         self,
@@ -119,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after: int | None,
         priority: int,
         salt: str | None,
+        grammar: tuple[int, bool] | None,
     ) -> None:
         number = len(self.expected)
         prompt = [*stem[:length], *tail]
@@ -140,7 +180,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             client_index=number % 2,
         )
         self.loop.runner.salts[req_id] = salt
-        self.expected[req_id] = expect(request)
+        if grammar is not None:
+            gate = ReasoningGate(None, CountingGrammar(grammar[0]), ())
+            request.constraint = Constraint(params, gate, ())
+            if not grammar[1]:
+                request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+                self.deferred.add(req_id)
+        self.expected[req_id] = expect(request, grammar[0] if grammar else None)
         self.live[req_id] = request
         self.scheduler.add_request(request)
 
@@ -157,8 +203,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting_before = list(self.scheduler.waiting)
         is_free = not self.loop.in_flight and self.scheduler.pause_state is PauseState.UNPAUSED
         step = self.loop.dispatch()
-        if is_free and self.scheduler.requests:
-            # I9: with nothing in flight some token can always be scheduled.
+        if is_free and len(self.scheduler.requests) > len(self.scheduler.skipped_waiting):
+            # I9: with nothing in flight some token can always be scheduled, whoever waits for a grammar.
             assert step is not None
             assert step.total_num_scheduled_tokens > 0
         if step is not None:
@@ -167,6 +213,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_step(step, kept, waiting_before)
 
     def check_step(self, step: SchedulerOutput, named_ids: set[int], waiting_before: list[Request]) -> None:
+        # A mask is asked for exactly where a constrained request samples; it must wait for a token in flight.
+        sampling = [
+            request
+            for request in (self.live[req_id] for req_id in step.num_scheduled_tokens)
+            if request.num_output_placeholders
+            and request.num_computed_tokens == request.num_tokens + request.num_output_placeholders - 1
+        ]
+        constrained = [request for request in sampling if request.constraint is not None]
+        assert step.structured_req_ids == [request.req_id for request in constrained]
+        has_pending = any(request.num_output_placeholders > 1 for request in constrained)
+        assert step.has_pending_structured_tokens is has_pending
         # I6
         assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= self.budget
         assert all(num > 0 for num in step.num_scheduled_tokens.values())
@@ -188,10 +245,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.live[new.req_id]
             # I11
             assert new.num_computed_tokens < len(new.token_ids)
-            if request.num_preemptions == 0:
+            if request.num_preemptions == 0 and new.req_id not in self.deferred:
                 self.started.append(int(new.req_id))
         if self.policy == "fcfs":
-            # I8: first starts are in order of arrival; what was preempted stands before what never ran.
+            # I8: first starts are in order of arrival; what was preempted stands before what never ran. Whoever waited
+            # for a grammar comes before those who did not.
             assert self.started == sorted(self.started)
             admitted = [new.req_id for new in step.scheduled_new_reqs]
             assert admitted == [request.req_id for request in waiting_before[: len(admitted)]]
@@ -222,6 +280,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (tokens, output.finish_reason) == (expected.token_ids, expected.reason)
         if output.finish_reason is not None:
             del self.live[req_id]
+
+    @rule(which=st.integers(0, 4), is_sound=st.booleans())
+    def settle_grammar(self, which: int, is_sound: bool) -> None:
+        waiting = list(self.scheduler.skipped_waiting.values())
+        assume(len(waiting) > which)
+        request = waiting[which]
+        if is_sound:
+            self.scheduler.promote(request)
+            return
+        [(client_index, message)] = self.scheduler.fail_waiting(request, "invalid_request: injected").items()
+        [output] = message.outputs
+        assert client_index == request.client_index
+        assert (output.request_id, output.error) == (request.req_id, "invalid_request: injected")
+        assert output.finish_reason is FinishReason.ERROR
+        del self.live[request.req_id]
+        # Both are settled: nothing more happens.
+        self.scheduler.promote(request)
+        assert self.scheduler.fail_waiting(request, "again") == {}
 
     @rule(which=st.integers(0, 30), twice=st.booleans())
     def abort(self, which: int, twice: bool) -> None:
@@ -265,6 +341,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.pause_state = PauseState.UNPAUSED
         work = sum(len(expected.token_ids) for expected in self.expected.values())
         turns = 200 + 200 * (work + MAX_MODEL_LEN * len(self.expected))
+        for request in list(self.scheduler.skipped_waiting.values()):
+            self.scheduler.promote(request)
         while self.scheduler.has_work or self.loop.in_flight:
             if len(self.loop.in_flight) < self.loop.num_batches and self.scheduler.has_work:
                 self.dispatch()
@@ -274,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert turns, "no progress"
         # I12, I13
         assert self.live == {}
-        assert self.scheduler.gauges() == (0, 0, 0.0)
+        assert self.scheduler.gauges() == (0, 0, 0, 0.0)
         assert self.loop.runner.tokens == self.loop.runner.tables == {}
         assert self.scheduler.num_in_flight_steps == 0
 
@@ -311,8 +389,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
+        blocked = list(scheduler.skipped_waiting.values())
         # I7
-        assert sorted(r.req_id for r in [*scheduler.running, *waiting]) == sorted(scheduler.requests)
+        assert sorted(r.req_id for r in [*scheduler.running, *waiting, *blocked]) == sorted(scheduler.requests)
+        assert all(r.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR for r in blocked)
+        assert scheduler.gauges()[:3] == (len(scheduler.running), len(waiting), len(blocked))
         assert set(scheduler.requests) == set(self.live)
         assert all(r.status is RequestStatus.RUNNING for r in scheduler.running)
         assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)

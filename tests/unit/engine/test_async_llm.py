@@ -336,7 +336,7 @@ class FailingStream:
 
 
 class FailingTokenizer(ByteTokenizer):
-    def new_decode_stream(self, prompt_token_ids: object, *, skip_special_tokens: bool) -> FailingStream:  # type: ignore[override]
+    def new_decode_stream(self, prompt_token_ids: object, **_: object) -> FailingStream:  # type: ignore[override]
         return FailingStream()
 
 

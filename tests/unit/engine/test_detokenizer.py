@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from serve.engine.detokenizer import IncrementalDetokenizer, NoText, StopMatcher, new_detokenizer
-from serve.sampling_params import OutputKind, SamplingParams
-from tests.fakes import EOS_ID, ByteTokenizer
+from serve.sampling_params import OutputKind, SamplingParams, StructuredOutputs
+from tests.fakes import BOS_ID, EOS_ID, ByteTokenizer
 
 TOKENIZER = ByteTokenizer(
     [b"hello", b" world", b"ab", b"abab", "\u00e9t\u00e9".encode(), "\U0001f600".encode(), b"\n\n"]
@@ -173,12 +173,26 @@ def test_a_stop_tokens_text_shows_only_with_include(include: bool) -> None:
     assert subject.take(is_final=True) == ("hi<eos>" if include else "hi")
 
 
+def test_last_token_of_a_complete_grammar_is_text_and_a_stop_token_after_it_is_not() -> None:
+    constraint = StructuredOutputs("choice", '["hi"]')
+    for ids in (list(b"hi"), [*b"hi", EOS_ID]):
+        subject = detokenizer(structured_outputs=constraint, all_stop_token_ids=(EOS_ID,))
+        subject.update(ids, ends_on_stop_token=True)
+        assert subject.take(is_final=True) == "hi"
+
+
 def test_special_tokens_show_only_when_asked_for() -> None:
     hidden, shown = detokenizer(), detokenizer(skip_special_tokens=False)
     for subject in (hidden, shown):
         subject.update([97, EOS_ID, 98], ends_on_stop_token=False)
     assert hidden.take(is_final=True) == "ab"
     assert shown.take(is_final=True) == "a<eos>b"
+
+
+def test_special_tokens_that_a_parser_must_see_keep_their_text() -> None:
+    subject = detokenizer(visible_token_ids=(BOS_ID,))
+    subject.update([97, EOS_ID, BOS_ID, 98], ends_on_stop_token=False)
+    assert subject.take(is_final=True) == "a<bos>b"
 
 
 def test_a_character_split_over_tokens_appears_whole() -> None:

@@ -228,7 +228,7 @@ def test_finished_requests_leave_no_state() -> None:
     assert harness.processor.internal_ids("ext") == []
     assert harness.processor.idle.is_set()
     counts = harness.stats.counters.request_success
-    assert counts == {"stop": 0, "length": 1, "abort": 1, "error": 1}
+    assert counts == {"stop": 0, "length": 1, "abort": 1, "error": 1, "repetition": 0}
     assert harness.stats.histograms["request_params_n"].count == 1
     assert harness.stats.histograms["request_max_num_generation_tokens"].sum == 2
 

@@ -11,6 +11,7 @@ from serve.config import EngineConfig, ServeConfig, ServerConfig
 from serve.engine.outputs import RequestOutput
 from serve.entrypoints.api_server import build_app
 from serve.entrypoints.app_state import AppState, Phase, Services
+from serve.entrypoints.loading import answer_format_of
 from serve.renderers.renderer import ChatRenderer, TemplateSettings
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import FinishReason
@@ -138,15 +139,22 @@ def answer(text: str, finish: FinishReason = FinishReason.LENGTH) -> Callable[[S
     return script
 
 
-def make_app(script: Callable[[SamplingParams], Steps] | None = None, **server: object) -> App:
+def make_app(
+    script: Callable[[SamplingParams], Steps] | None = None,
+    *,
+    template: str = TEMPLATE,
+    max_model_len: int = 128,
+    **server: object,
+) -> App:
     """Build a ready application; keyword arguments are server settings."""
     config = ServeConfig(EngineConfig(), ServerConfig(**server))
-    llm = ScriptedLLM(script or answer("ok"))
+    llm = ScriptedLLM(script or answer("ok"), max_model_len=max_model_len)
     tokenizer = ByteTokenizer()
-    settings = TemplateSettings(chat_template=TEMPLATE)
+    settings = TemplateSettings(chat_template=template)
     renderer = ChatRenderer(tokenizer, max_model_len=llm.max_model_len, settings=settings)
+    answer_format = answer_format_of(config.server, tokenizer, settings)
     state = AppState(config, ("m", "alias"), model_root="/models/m", phase=Phase.READY)
-    state.services = Services(llm, renderer, tokenizer, ready_message())
+    state.services = Services(llm, renderer, tokenizer, ready_message(), answer_format)
     return App(state, llm)
 
 

@@ -17,7 +17,7 @@ LENGTH = FinishReason.LENGTH
 
 def post(body: dict, script=None, **server: object) -> tuple[Reply, list]:
     async def work() -> tuple[Reply, list]:
-        app = make_app(script, **server)
+        app = make_app(script, disable_fastapi_docs=True, **server)
         return await app.post(COMPLETIONS, body), app.llm.requests
 
     return asyncio.run(work())

@@ -24,6 +24,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 OPEN = ("/live", "/health", "/ready", "/ping", "/version")
 ERROR_SCHEMA = "#/components/schemas/ErrorBody"
+ANTHROPIC_ERROR_SCHEMA = "#/components/schemas/AnthropicErrorBody"
 CLOSED = ("/v1/models", "/load", "/openapi.json", "/docs", "/v1/nothing", "/nothing", "//health", "/health/", "/Health")
 
 
@@ -477,14 +478,15 @@ def test_description_declares_what_each_route_answers() -> None:
         described = (await make_app(dev_mode=True).get("/openapi.json")).json
         error = described["components"]["schemas"]["ErrorObject"]
         assert set(error["required"]) == {"message", "type", "param", "code"}
-        for operations in described["paths"].values():
+        for path, operations in described["paths"].items():
+            schema = ANTHROPIC_ERROR_SCHEMA if path.startswith("/v1/messages") else ERROR_SCHEMA
             for operation in operations.values():
                 assert operation["summary"]
                 answers = operation["responses"]
                 assert "200" in answers
                 assert "422" not in answers
                 refusals = [answer["content"] for status, answer in answers.items() if status != "200"]
-                assert all(r["application/json"]["schema"] == {"$ref": ERROR_SCHEMA} for r in refusals)
+                assert all(r["application/json"]["schema"] == {"$ref": schema} for r in refusals)
         for path in (CHAT, "/v1/completions"):
             answers = described["paths"][path]["post"]["responses"]
             assert {"400", "401", "404", "413", "429", "500", "503"} <= answers.keys()

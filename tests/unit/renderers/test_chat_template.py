@@ -327,3 +327,29 @@ def test_flag_takes_a_file_a_line_or_a_name(tmp_path: Path) -> None:
 def test_flag_that_is_neither_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a readable file nor Jinja text"):
         load_chat_template(str(tmp_path / "missing.jinja"), NAMED)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{% if m['content'] is none %}-{% endif %}{% endfor %}", True),
+        ("{% for m in messages %}{% set c = m.content %}{{ '' if c is not none else '-' }}{% endfor %}", True),
+        ("{% for m in messages %}{% if m.name is none %}-{% endif %}{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_templates_that_ask_for_null_content_are_found(template: str, expected: bool) -> None:
+    assert TemplateCache().get(template).knows_null_content is expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ 'x' + messages[0]['tool_calls'][0]['function']['arguments'] + 'y' }}", True),
+        ("{{ messages[0].tool_calls[0].function.arguments | tojson }}", False),
+        ("{{ 'x' + (messages[0].tool_calls[0].function.arguments | tojson) }}", False),
+        ("{% set a = messages[0].arguments %}{% if a is string %}{{ 'x' + a }}{% endif %}", False),
+        ("{{ messages[0].content + 'arguments' }}", False),
+    ],
+)
+def test_templates_that_add_arguments_to_text_are_found(template: str, expected: bool) -> None:
+    assert TemplateCache().get(template).wants_text_arguments is expected

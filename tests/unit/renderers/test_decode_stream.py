@@ -182,3 +182,31 @@ def test_tokenizer_without_a_per_token_rule_streams_by_window() -> None:
     stream = tokenizer.new_decode_stream([3], skip_special_tokens=True)
     assert isinstance(stream, WindowDecodeStream)
     assert "".join(stream.step(i) or "" for i in (1, 2, 4, 3)) == " hello, world"
+
+
+def test_visible_special_tokens_keep_their_text(bpe: FastTokenizer) -> None:
+    start, end = bpe.token_to_id("<|im_start|>"), bpe.token_to_id("<|im_end|>")
+    assert start is not None
+    assert end is not None
+    stream = bpe.new_decode_stream([end], skip_special_tokens=True, visible_token_ids=(start,))
+    hello = bpe.encode("hello", add_special_tokens=False)
+    assert (
+        "".join(stream.step(i) or "" for i in (start, *hello, end, *hello, start))
+        == "<|im_start|>hellohello<|im_start|>"
+    )
+
+
+@pytest.mark.parametrize("visible", [(), (5,), (5, 6)])
+def test_visible_special_tokens_keep_their_text_in_a_window(visible: tuple[int, ...]) -> None:
+    vocab = {"[UNK]": 0, "he": 1, "##llo": 2, "world": 3, ",": 4}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens(["[A]", "[B]"])
+    stream = FastTokenizer(TokenizerParts(backend)).new_decode_stream(
+        [5, 3], skip_special_tokens=True, visible_token_ids=visible
+    )
+    assert isinstance(stream, WindowDecodeStream)
+    output = [5, 1, 2, 6, 3, 6, 5]
+    shown = [i for i in output if i < 5 or i in visible]
+    expected = backend.decode([3, *shown], skip_special_tokens=False).removeprefix("world")
+    assert "".join(stream.step(i) or "" for i in output) == expected

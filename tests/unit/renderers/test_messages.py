@@ -11,10 +11,10 @@ from serve.renderers.messages import content_chars, count_chars, normalize_messa
 
 
 def normalized(
-    *messages: object, content_format: str = "string", knows_developer: bool = False
+    *messages: object, content_format: str = "string", knows_developer: bool = False, **template: bool
 ) -> list[dict[str, object]]:
     format_ = "openai" if content_format == "openai" else "string"
-    return normalize_messages(messages, format_, knows_developer=knows_developer)
+    return normalize_messages(messages, format_, knows_developer=knows_developer, **template)
 
 
 def part(text: str) -> dict[str, object]:
@@ -102,9 +102,34 @@ def test_developer_becomes_the_system_message_in_front() -> None:
     assert normalized(system, user, developer) == [merged, user]
 
 
-def test_developer_parts_are_merged_as_parts() -> None:
-    messages = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
-    assert normalized(*messages, content_format="openai") == [{"role": "system", "content": [part("a"), part("b")]}]
+def test_developer_parts_are_merged_into_one_part() -> None:
+    alone = {"role": "developer", "content": [part("a"), part("b")]}
+    assert normalized(alone, content_format="openai") == [{"role": "system", "content": [part("a"), part("b")]}]
+    messages = [{"role": "system", "content": "a"}, {"role": "developer", "content": [part("b"), part("c")]}]
+    assert normalized(*messages, content_format="openai") == [{"role": "system", "content": [part("a\n\nb\nc")]}]
+
+
+def test_reasoning_has_every_name_that_templates_read() -> None:
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        (message,) = normalized({"role": "assistant", "content": "a", name: "hm"})
+        assert {message["reasoning"], message["reasoning_content"], message["thinking"]} == {"hm"}
+
+
+def test_template_that_asks_for_null_content_gets_it_from_messages_that_only_call() -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')]}
+    (message,) = normalized(calling, knows_null_content=True)
+    assert message["content"] is None
+    (silent,) = normalized({"role": "assistant", "content": None}, knows_null_content=True)
+    assert silent["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"), [('{"a":  1}', '{"a":  1}'), ({"a": "\u00e9"}, '{"a": "\u00e9"}'), ("", "{}"), (None, "{}")]
+)
+def test_template_that_wants_text_gets_arguments_as_text(sent: object, text: str) -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [call(sent)]}
+    (message,) = normalized(calling, wants_text_arguments=True)
+    assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_template_that_knows_developer_keeps_it() -> None:
@@ -120,6 +145,7 @@ def test_several_system_messages_stay_where_they_are_without_a_developer() -> No
 @pytest.mark.parametrize(
     ("message", "param", "match"),
     [
+        ({"role": "assistant", "content": "a", "reasoning": {}}, "messages.0.reasoning", "must be a string"),
         ({"role": "wizard", "content": "a"}, "messages.0.role", "'wizard'; the roles are system, developer, user"),
         ({"content": "a"}, "messages.0.role", "missing"),
         ({"role": 3, "content": "a"}, "messages.0.role", "not a string"),

@@ -98,6 +98,11 @@ def test_added_token_may_be_listed_as_plain_text(folder: Path) -> None:
     assert FastTokenizer(load_folder(folder)).token_to_id("<extra>") == 701
 
 
+def test_templates_see_the_special_tokens_that_a_model_adds(folder: Path) -> None:
+    write_config(folder, extra_special_tokens={"image_token": "<|endoftext|>", "odd": {"content": 3}})
+    assert load_folder(folder).special_tokens["image_token"] == "<|endoftext|>"
+
+
 def test_named_special_token_is_skipped_even_if_tokenizer_json_calls_it_ordinary(folder: Path) -> None:
     write_config(folder, eos_token="<tool_call>")
     tokenizer = FastTokenizer(load_folder(folder))

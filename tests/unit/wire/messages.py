@@ -44,6 +44,8 @@ def values(info: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
     match info:
         case inspect.StrType():
             return TEXT
+        case inspect.BytesType():
+            return st.binary(max_size=8)
         case inspect.BoolType():
             return st.booleans()
         case inspect.IntType():

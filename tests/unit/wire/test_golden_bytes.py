@@ -6,7 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from serve.sampling_params import OutputKind, SamplingParams
+from serve.pooling_params import PoolingParams
+from serve.sampling_params import (
+    OutputKind,
+    ReasoningBounds,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputs,
+)
 from serve.wire.codec import MsgpackEncoder
 from serve.wire.frontend import (
     ENGINE_CORE_DEAD,
@@ -30,9 +37,17 @@ from serve.wire.frontend import (
     ResetPrefixCache,
     ResumeScheduler,
     SchedulerStats,
+    SetVocabulary,
     StartFailed,
 )
-from serve.wire.step import CachedRequestData, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from serve.wire.step import (
+    CachedRequestData,
+    GrammarOutput,
+    KVCacheConfig,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 INLINE = msgspec.msgpack.Ext(3, b"\x01\0\0\0")
 TABLE = LogprobsLists(np.ones((1, 1), np.int32), np.ones((1, 1), np.int32).view(np.float32), np.ones(1, np.int32))
@@ -67,27 +82,36 @@ PARAMS = SamplingParams(
     all_stop_token_ids=(5, 9),
     bad_words_token_ids=((6, 7),),
     extra_args={"x": 1},
+    structured_outputs=StructuredOutputs("regex", "a+", "[ ]", True, True),
+    reasoning=ReasoningBounds("</t>", (3, 4), 2, 10),
+    visible_token_ids=(8,),
+    logprob_token_ids=(1, 3),
+    repetition_detection=RepetitionDetection(1, 4, 3),
 )
 PLAIN_PARAMS = [
     *(2, 0.5, 0.9, 4, 0.1, 0.2, 0.3, 1.5, 7, 8, 3, ["s"], [5], True, True, 1, 2, {3: -1.0}, [1, 2], ["w"]),
     *(False, False, 1, False, True, 9, [5, 9], [[6, 7]], {"x": 1}),
+    *(["regex", "a+", "[ ]", True, True], ["</t>", [3, 4], 2, 10], [8], [1, 3], [1, 4, 3]),
 ]
 PLAIN_DEFAULT_PARAMS = [
     *(1, 1.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, None, 16, 0, [], [], False, False, None, None, None, None, []),
-    *(True, True, 0, True, False, None, [], [], None),
+    *(True, True, 0, True, False, None, [], [], None, None, None, [], None, None),
 ]
-PLAIN_TOKEN = ["a", [4], None, None, None, None, None, None, None]
+PLAIN_POOLING = ["embed", 4, True, 3]
+PLAIN_TOKEN = ["a", [4], None, None, None, None, None, None, None, None]
 READY = Ready(128, 65, 16, "float32", "cpu", 1024, 8.0, 0.5)
 
 CASES = {
     "params": (PARAMS, PLAIN_PARAMS),
     "request": (
-        EngineCoreRequest("a", [1, 2], PARAMS, 1.5, "salt", 1, -3, "ext"),
-        ["a", [1, 2], PLAIN_PARAMS, 1.5, "salt", 1, -3, "ext"],
+        EngineCoreRequest(
+            "a", [1, 2], PARAMS, 1.5, "salt", 1, -3, "ext", PoolingParams("embed", 4, True, 3), np.ones(1, np.int32)
+        ),
+        ["a", [1, 2], PLAIN_PARAMS, 1.5, "salt", 1, -3, "ext", PLAIN_POOLING, ["<i4", [1], INLINE]],
     ),
     "request-defaults": (
         EngineCoreRequest("a", [1], SamplingParams(), 1.5),
-        ["a", [1], PLAIN_DEFAULT_PARAMS, 1.5, None, 0, 0, None],
+        ["a", [1], PLAIN_DEFAULT_PARAMS, 1.5, None, 0, 0, None, None, None],
     ),
     "table": (TABLE, PLAIN_TABLE),
     "output": (
@@ -101,8 +125,9 @@ CASES = {
             [EngineCoreEvent(EventType.QUEUED, 2.5)],
             PrefillStats(16, 8),
             "nan_logits: x",
+            np.ones(1, np.int32),
         ),
-        ["a", [4], PLAIN_TABLE, PLAIN_TABLE, 0, 9, [[1, 2.5]], [16, 8], "nan_logits: x"],
+        ["a", [4], PLAIN_TABLE, PLAIN_TABLE, 0, 9, [[1, 2.5]], [16, 8], "nan_logits: x", ["<i4", [1], INLINE]],
     ),
     "output-token": (EngineCoreOutput("a", [4]), PLAIN_TOKEN),
     "outputs": (
@@ -117,6 +142,10 @@ CASES = {
     "is-paused": (ControlCall(0, 5, IsPaused()), [0, 5, ["is_paused"]]),
     "reset": (ControlCall(0, 5, ResetPrefixCache(True)), [0, 5, ["reset_prefix_cache", True]]),
     "integrity": (ControlCall(0, 5, CheckIntegrity()), [0, 5, ["check_integrity"]]),
+    "vocabulary": (
+        ControlCall(0, 5, SetVocabulary([b"a", b""], [1], [1])),
+        [0, 5, ["set_vocabulary", [b"a", b""], [1], [1]]],
+    ),
     "hello": (Hello("1.0", 7), {"type": "hello", "version": "1.0", "pid": 7}),
     "failed": (StartFailed("m", 4), {"type": "start_failed", "message": "m", "exit_code": 4}),
     "progress": (LoadProgress("s"), {"type": "progress", "stage": "s"}),
@@ -134,13 +163,19 @@ CASES = {
             2,
             ["c"],
             ["d"],
+            ["a"],
+            True,
         ),
-        [4, [["a", [1], 1, PLAIN_DEFAULT_PARAMS, [3], 0]], [["b"], [[5]], [16]], {"a": 1, "b": 1}, 2, ["c"], ["d"]],
+        [
+            *(4, [["a", [1], 1, PLAIN_DEFAULT_PARAMS, [3], 0, None, None]], [["b"], [[5]], [16]]),
+            *({"a": 1, "b": 1}, 2, ["c"], ["d"], ["a"], True),
+        ],
     ),
     "runner-output": (
-        ModelRunnerOutput(["a"], [[4]], {"a": TABLE}, {"a": TABLE}, {"b": "x"}),
-        [["a"], [[4]], {"a": PLAIN_TABLE}, {"a": PLAIN_TABLE}, {"b": "x"}],
+        ModelRunnerOutput(["a"], [[4]], {"a": TABLE}, {"a": TABLE}, {"b": "x"}, {"c": np.ones(1, np.int32)}),
+        [["a"], [[4]], {"a": PLAIN_TABLE}, {"a": PLAIN_TABLE}, {"b": "x"}, {"c": ["<i4", [1], INLINE]}],
     ),
+    "grammar-output": (GrammarOutput(["a"], np.ones(1, np.int32)), [["a"], ["<i4", [1], INLINE]]),
 }
 
 
@@ -151,12 +186,12 @@ def test_messages_have_the_frozen_field_order(name: str) -> None:
 
 
 def test_a_token_is_few_bytes() -> None:
-    # fixarray(9) fixstr(1) "a" fixarray(1) 4, then seven times nil
-    assert MsgpackEncoder().encode(EngineCoreOutput("a", [4])) == [bytes.fromhex("99a1619104" + "c0" * 7)]
+    # fixarray(10) fixstr(1) "a" fixarray(1) 4, then eight times nil
+    assert MsgpackEncoder().encode(EngineCoreOutput("a", [4])) == [bytes.fromhex("9aa1619104" + "c0" * 8)]
 
 
 def test_type_bytes_and_the_death_notice_are_fixed() -> None:
     assert [kind.value for kind in RequestType] == [b"\x00", b"\x01", b"\x03"]
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
-    assert list(FinishReason) == [0, 1, 2, 3]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error", "repetition"]
+    assert list(FinishReason) == [0, 1, 2, 3, 4]

@@ -109,3 +109,16 @@ def test_rows_ask_for_different_numbers() -> None:
 def test_more_logprobs_than_the_vocabulary_has_are_the_whole_vocabulary() -> None:
     params = SamplingParams(temperature=0.0, logprobs=VOCAB + 3)
     assert sample(logits_of(7), [params], "raw_logprobs").logprobs[0].token_ids.shape == (1, VOCAB + 1)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_chosen_ids_stand_in_the_place_of_the_best(mode: str) -> None:
+    logits = logits_of(4)
+    chosen = (499, 3, 77)
+    result = sample(logits, [SamplingParams(temperature=1.0, seed=2, logprobs=0, logprob_token_ids=chosen)], mode)
+    table = result.logprobs[0]
+    expected = torch.log_softmax(logits[0].double(), dim=-1)
+    token = result.token_ids[0]
+    assert table.token_ids[0].tolist() == [token, *sorted(chosen, key=lambda i: -float(expected[i]))]
+    np.testing.assert_allclose(table.logprobs[0], expected[table.token_ids[0].tolist()].numpy(), rtol=1e-5, atol=1e-5)
+    assert table.sampled_ranks.tolist() == [int((expected >= expected[token]).sum())]

@@ -276,7 +276,7 @@ def test_row_without_a_token_left_fails_alone(temperature: float) -> None:
     plain = SamplingParams(temperature=0.0)
     result = sample(logits, [(empty, [1], []), (plain, [1], [])])
     assert result.token_ids == [FAILED, int(logits[1].argmax())]
-    assert result.errors[0].startswith("no_token_allowed: ")
+    assert result.errors[0].startswith("invalid_request: ")
 
 
 def test_extreme_repetition_penalty_stays_samplable() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from serve.checkpoint import Checkpoint, ModelArch
 from serve.config import CacheConfig, EngineConfig, SchedulerConfig, resolve
 from serve.core.engine_core import EngineCore
 from serve.core.executor.uniproc import UniprocExecutor
+from serve.errors import InvalidRequest
 from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import EngineCoreOutput, EngineCoreRequest
@@ -177,5 +179,64 @@ def test_failed_row_ends_its_request_with_the_cause() -> None:
         add(core, "good", [1, 2], SamplingParams(temperature=0.0, max_tokens=5))
         outputs = run(core)
     assert outputs["bad"][-1].error is not None
-    assert outputs["bad"][-1].error.startswith("no_token_allowed: ")
+    assert outputs["bad"][-1].error.startswith("invalid_request: ")
     assert tokens_of(outputs["good"]) == MODEL.greedy([1, 2], 5)
+
+
+def embeds_of(prompt: list[int]) -> np.ndarray:
+    """Give the embeddings that the model itself looks up."""
+    return MODEL.embeddings()[prompt]
+
+
+def add_embeds(core: EngineCore, req_id: str, embeds: np.ndarray, params: SamplingParams) -> None:
+    message = EngineCoreRequest(req_id, [0] * len(embeds), params, 0.0, prompt_embeds=embeds)
+    core.add_request(core.prepare_request(message))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_blocks", [200, 9], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("budget", [11, 64])
+def test_prompts_given_as_embeddings_answer_like_their_tokens(is_async: bool, num_blocks: int, budget: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.0)
+    with engine(is_async=is_async, num_blocks=num_blocks, budget=budget) as core:
+        for index, (req_id, prompt) in enumerate(prompts().items()):
+            if index % 2:
+                add(core, req_id, prompt, params)
+            else:
+                add_embeds(core, req_id, embeds_of(prompt), params)
+        outputs = run(core)
+    for req_id, prompt in prompts().items():
+        assert tokens_of(outputs[req_id]) == MODEL.greedy(prompt, 24)
+
+
+def test_the_prefix_cache_knows_embeddings_by_their_content() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    prompt = prompts()["r40"]
+    other = embeds_of(prompt)
+    other[17] *= -1.0
+    with engine(is_async=True) as core:
+        hits = []
+        for req_id, embeds in (("a", embeds_of(prompt)), ("b", embeds_of(prompt)), ("c", other)):
+            add_embeds(core, req_id, embeds, params)
+            outputs = run(core)[req_id]
+            stats = next(output.prefill_stats for output in outputs if output.prefill_stats is not None)
+            hits.append(stats.num_cached_tokens)
+        add(core, "zeros", [0] * 40, params)
+        zeros = run(core)["zeros"]
+    assert hits == [0, 32, 16]
+    assert tokens_of(zeros) == MODEL.greedy([0] * 40, 4)
+
+
+def test_embeddings_of_the_wrong_width_never_reach_a_step() -> None:
+    with engine(is_async=False) as core, pytest.raises(InvalidRequest, match=r"shape \[3, 5\]"):
+        add_embeds(core, "r", np.zeros((3, 5), dtype=np.float32), SamplingParams())
+
+
+def test_penalties_do_not_count_the_ids_of_embeddings() -> None:
+    """The ids of such a prompt are all 0; a repetition penalty must not take them for a token that was seen."""
+    pairs = itertools.product(range(VOCAB), repeat=2)
+    prompt = next(list(pair) for pair in pairs if 0 not in pair and MODEL.greedy(pair, 1) == [0])
+    with engine(is_async=False) as core:
+        params = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=1e9)
+        add_embeds(core, "r", embeds_of(prompt), params)
+        assert tokens_of(run(core)["r"]) == [0]

@@ -1,0 +1,1 @@
+"""The Messages API of Anthropic over the same turn that answers chat."""
