@@ -21,13 +21,14 @@ SOURCE_FOLDER = Path("serve") / "kernels" / "cpu"
 COMMON_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
 X86_MACHINES = {"x86_64", "AMD64", "amd64"}
 
 
 def variants() -> dict[str, list[str]]:
     """Map each library of this machine's processor family to its compiler flags."""
     if platform.machine() in X86_MACHINES:
-        return {"portable": [], "avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS}
+        return {"portable": [], "avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS, "avx512vnni": VNNI_FLAGS}
     return {"portable": []}
 
 

@@ -1,12 +1,15 @@
 """Checks of shapes and types that every implementation of an op makes before it computes."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from serve.kernels.block_formats import TILE_FORMATS
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 
 
 def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -50,6 +53,38 @@ def check_weight(weight: Tensor) -> None:
     """Check that a weight can be packed."""
     if weight.dim() != 2 or weight.dtype != torch.float32:
         raise ValueError(f"weight {describe(weight)} cannot be packed; it must be float32 [num_out, num_in]")
+
+
+def check_blocks(blocks: QuantizedBlocks) -> None:
+    """Check that blocks are whole rows of a known type."""
+    layout = TILE_FORMATS.get(blocks.type_name)
+    if layout is None:
+        raise ValueError(f"block type {blocks.type_name} cannot be packed; known: {', '.join(TILE_FORMATS)}")
+    if blocks.num_in <= 0 or blocks.num_in % layout.unit_inputs:
+        raise ValueError(
+            f"{blocks.num_in} inputs are not whole blocks of {layout.unit_inputs}, as {blocks.type_name} needs"
+        )
+    row_bytes = blocks.num_in // layout.unit_inputs * layout.raw_bytes
+    rows = blocks.rows
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes:
+        raise ValueError(f"rows {describe(rows)} must be uint8 [num_out, {row_bytes}] for {blocks.num_in} inputs")
+
+
+def check_linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None) -> None:
+    """Check that rows of x have the inputs of every part and the bias the outputs of all."""
+    if not parts or any(part.num_in != parts[0].num_in for part in parts):
+        raise ValueError(f"parts with {[part.num_in for part in parts]} inputs are no layer; all need the same inputs")
+    if x.dim() != 2 or x.shape[1] != parts[0].num_in or x.dtype != torch.float32:
+        raise ValueError(f"x {describe(x)} does not fit quantised weights of {parts[0].num_in} inputs; use float32")
+    num_out = sum(part.num_out for part in parts)
+    if bias is not None and (bias.shape != (num_out,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias {describe(bias)} does not fit {num_out} outputs of {x.dtype}")
+
+
+def check_row_indices(indices: Tensor) -> None:
+    """Check that indices are a list of whole numbers."""
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"row indices {describe(indices)} must be int32 or int64 [n]")
 
 
 def check_gate_up(gate_up: Tensor) -> None:
@@ -128,6 +163,11 @@ def describe(tensor: Tensor) -> str:
 def slot_error(token: int, slot: int, num_slots: int) -> ValueError:
     """Say which token would be written outside the cache."""
     return ValueError(f"slot_mapping[{token}]={slot} is outside the cache of {num_slots} slots; use -1 to skip a token")
+
+
+def row_error(place: int, row: int, num_rows: int) -> IndexError:
+    """Say which index is outside the weight."""
+    return IndexError(f"index {place} is row {row} of a weight of {num_rows} rows")
 
 
 def position_error(token: int, position: int, max_position: int) -> ValueError:

@@ -4,7 +4,7 @@ Shapes, units and errors of each op are described at its twin in reference.py.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -23,9 +24,13 @@ __all__ = [
     "kv_write",
     "library_description",
     "linear",
+    "linear_quantized",
     "pack_linear",
+    "pack_quantized",
     "packs",
     "paged_attention",
+    "quantized_rows",
+    "quantizes",
     "rms_norm",
     "rope_",
     "set_num_threads",
@@ -56,6 +61,18 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Give x times a packed weight, plus bias."""
+
+    def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
+        """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
+
+    def pack_quantized(self, blocks: QuantizedBlocks) -> QuantizedWeight:
+        """Repack a file's blocks."""
+
+    def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+        """Give x times quantised weights side by side, plus bias."""
+
+    def quantized_rows(self, weight: QuantizedWeight, indices: Tensor) -> Tensor:
+        """Look up rows of a quantised weight as float32."""
 
     def kv_write(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store each token's key and value in its slot."""
@@ -136,6 +153,26 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Give x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
     return implementation(x.device.type).linear(x, weight, bias)
+
+
+def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
+    """Tell whether products with quantised blocks of a type pay on a device; else dequantise them at load."""
+    return implementation(device_type).quantizes(type_name, dtype)
+
+
+def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+    """Repack a file's blocks for linear_quantized, without loss."""
+    return implementation(blocks.rows.device.type).pack_quantized(blocks)
+
+
+def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+    """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all]."""
+    return implementation(x.device.type).linear_quantized(x, parts, bias)
+
+
+def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
+    return implementation(indices.device.type).quantized_rows(weight, indices)
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

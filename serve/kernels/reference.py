@@ -4,12 +4,15 @@ Sums run in float32, or in float64 where the activations are float64. The served
 are compared with these, and these with dense float64 formulas.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from serve.kernels import checks
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
+from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, pack_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -79,6 +82,34 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     checks.check_linear(x, weight, bias)
     product = x @ weight.plain().T
     return product if bias is None else product + bias
+
+
+def quantizes(type_name: str, dtype: torch.dtype) -> bool:
+    """Tell whether products with quantised blocks pay: never here, they are dequantised for each product."""
+    return False
+
+
+def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+    """Repack a file's blocks, without loss."""
+    checks.check_blocks(blocks)
+    return pack_blocks(blocks)
+
+
+def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+    """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all]."""
+    checks.check_linear_quantized(x, parts, bias)
+    product = torch.cat([x @ part.plain().T for part in parts], dim=1)
+    return product if bias is None else product + bias
+
+
+def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
+    checks.check_row_indices(indices)
+    is_bad = (indices < 0) | (indices >= weight.num_out)
+    if bool(is_bad.any()):
+        place = int(is_bad.nonzero()[0])
+        raise checks.row_error(place, int(indices[place]), weight.num_out)
+    return weight.rows(indices)
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -16,8 +16,15 @@ from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import AttentionBackend, AttentionMetadata, KVCache, select_backend
 from serve.models.layers.attention import Attention, AttentionGeometry
-from serve.models.layers.embedding import Embedding, OutputHead, PlainEmbedding, PromptEmbeds, tied_embedding
-from serve.models.layers.linear import LinearLayer, load_linear
+from serve.models.layers.embedding import (
+    Embedding,
+    OutputHead,
+    PlainEmbedding,
+    PromptEmbeds,
+    QuantizedEmbedding,
+    tied_embedding,
+)
+from serve.models.layers.linear import LinearLayer, QuantizedLinear, load_linear
 from serve.models.layers.norm import RMSNorm
 from serve.models.layers.rope import cos_sin_table
 from serve.models.weights.loader import ParameterLoader
@@ -140,10 +147,15 @@ def build_llama(arch: ModelArch, loader: ParameterLoader, max_model_len: int) ->
 
 
 def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, OutputHead]:
-    weight = loader.parameter("model.embed_tokens.weight")
-    if arch.tie_word_embeddings:
-        return tied_embedding(weight)
-    return PlainEmbedding(weight), OutputHead(load_linear(loader, "lm_head"))
+    name = "model.embed_tokens.weight"
+    is_tied = arch.tie_word_embeddings
+    parts = loader.quantized(name)
+    if parts is not None:
+        head = QuantizedLinear(parts) if is_tied else load_linear(loader, "lm_head")
+        return QuantizedEmbedding(parts[0]), OutputHead(head)
+    if is_tied:
+        return tied_embedding(loader.parameter(name))
+    return PlainEmbedding(loader.parameter(name)), OutputHead(load_linear(loader, "lm_head"))
 
 
 def _rotary_table(arch: ModelArch, loader: ParameterLoader, num_positions: int) -> Tensor:

@@ -68,9 +68,10 @@ PROMPTS = [
     "The end",
 ]
 
-# Summing in another order moves a logit by about 1e-4 here; a wrong weight or position moves it by more than 0.1.
-LOGPROB_TOLERANCE = 2e-3
-CLEAR_GAP = 5e-3
+# Activations of 16 bits move a log-probability by up to 6e-3 here (mean divergence 6e-8); a wrong weight or position
+# moves it by more than 0.1.
+LOGPROB_TOLERANCE = 2e-2
+CLEAR_GAP = 2e-2
 NEW_TOKENS = 24
 
 

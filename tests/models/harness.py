@@ -91,6 +91,13 @@ class PagedRunner:
         return output
 
 
+def divergence(exact: Tensor, actual: Tensor) -> float:
+    """Give the mean Kullback-Leibler divergence of the distributions that two sets of logits stand for."""
+    expected = torch.log_softmax(exact.double(), dim=-1)
+    found = torch.log_softmax(actual.double(), dim=-1)
+    return float((expected.exp() * (expected - found)).sum(dim=-1).mean())
+
+
 def load(path: str | Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None) -> CausalLM:
     """Load a model as the worker does."""
     config = ModelConfig(model=str(path), max_model_len=max_model_len)

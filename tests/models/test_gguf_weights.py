@@ -12,7 +12,7 @@ import torch
 from serve.errors import ConfigError, ExitCode
 from serve.models.weights.gguf import dequantize
 from tests.checkpoints import VOCAB_SIZE, reference_greedy, reference_logits, write_gguf
-from tests.models.harness import PagedRunner, load
+from tests.models.harness import PagedRunner, divergence, load
 
 Kind = gguf.GGMLQuantizationType
 BLOCK_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -68,7 +68,10 @@ def test_other_types_are_rounded_from_float32(dtype: torch.dtype) -> None:
 def test_model_from_gguf_equals_transformers_with_the_same_weights(tmp_path: Path, name: str) -> None:
     reference = write_gguf(tmp_path / "m.gguf", "llama", kind=Kind[name], **SIZES)
     actual = PagedRunner(load(tmp_path / "m.gguf")).prefill(PROMPT)
-    torch.testing.assert_close(actual, reference_logits(reference, PROMPT), rtol=0, atol=2e-4)
+    expected = reference_logits(reference, PROMPT)
+    # Quantised weights are multiplied with activations of 16 bits.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4 if name.endswith(("16", "32")) else 2e-2)
+    assert divergence(expected, actual) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

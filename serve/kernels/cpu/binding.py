@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 2
+ABI_VERSION = 3
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
-VARIANTS = (("avx512", 2), ("avx2", 1), ("portable", 0))
+VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
 FOLDER = Path(__file__).parent
 
@@ -19,6 +19,7 @@ BAD_POSITION = 3
 BAD_QUERY_START = 4
 BAD_SEQ_LEN = 5
 BAD_BLOCK = 6
+BAD_ROW = 7
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
@@ -27,7 +28,7 @@ _FLOAT = ctypes.c_float
 _CACHE = (_PTR, _PTR, _I32, _I64, _I32, _I32, _I32)
 
 # Entry point -> result and argument types, in the order of the C declaration.
-SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | None, tuple[type, ...]]] = {
+SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, tuple[type, ...]]] = {
     "serve_abi_version": (_I32, ()),
     "serve_cpu_level": (_I32, ()),
     "serve_set_num_threads": (_I32, (_I32,)),
@@ -37,6 +38,12 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | None, tuple[type, ...]]] = {
     "serve_rope": (_I32, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _I32, _PTR, _I64, _I32, _PTR)),
     "serve_linear": (None, (_PTR, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64)),
     "serve_pack_linear": (None, (_PTR, _PTR, _I64, _I64)),
+    "serve_quantized_bytes": (_I64, (_I32, _I64, _I64)),
+    "serve_pack_quantized": (None, (_I32, _PTR, _I64, _PTR, _I64, _I64)),
+    "serve_quantized_rows": (_I32, (_I32, _PTR, _PTR, _I64, _PTR, _I64, _I64, _PTR)),
+    "serve_quantized_row_bytes": (_I64, (_I64,)),
+    "serve_quantize_rows": (None, (_PTR, _I64, _PTR, _I64, _I64)),
+    "serve_quantized_linear": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _I64, *_CACHE, _PTR)),
     "serve_paged_attention": (

@@ -6,13 +6,14 @@
 namespace {
 
 // Raised with every change of an entry point, together with ABI_VERSION in binding.py.
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 }  // namespace
 
 SERVE_API int32_t serve_abi_version() { return kAbiVersion; }
 
-// 2: this processor runs the AVX512 build, 1: the AVX2 build, 0: the portable one only.
+// 3: this processor runs the AVX512 build with VNNI, 2: the one without, 1: the AVX2 build, 0: the
+// portable one only.
 SERVE_API int32_t serve_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -20,7 +21,8 @@ SERVE_API int32_t serve_cpu_level() {
                         __builtin_cpu_supports("f16c");
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return has_avx2 ? (has_avx512 ? 2 : 1) : 0;
+  if (!has_avx2 || !has_avx512) return has_avx2 ? 1 : 0;
+  return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
 #else
   return 0;
 #endif

@@ -5,15 +5,18 @@ request. The library checks slots, positions and blocks itself and names the fir
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
+from serve.kernels.block_formats import TILE_FORMATS
 from serve.kernels.cpu import binding
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
+from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, empty_quantized_weight
 
 CACHE_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -129,6 +132,77 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
         weight.num_in,
         weight.num_out,
     )
+    return out
+
+
+def quantizes(type_name: str, dtype: torch.dtype) -> bool:
+    """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
+    return type_name in TILE_FORMATS and dtype == torch.float32
+
+
+def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+    """Repack a file's blocks; see the twin."""
+    checks.check_blocks(blocks)
+    rows = blocks.rows.contiguous()
+    weight = empty_quantized_weight(blocks.type_name, rows.shape[0], blocks.num_in)
+    binding.library().serve_pack_quantized(
+        weight.format.number, rows.data_ptr(), rows.shape[1], weight.data.data_ptr(), weight.num_in, weight.num_out
+    )
+    return weight
+
+
+def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+    """Give x times each part, side by side, plus bias; see the twin.
+
+    Rows of x are rounded to 16-bit integers with one scale for 32 inputs. Every output adds its
+    blocks in one fixed order, so a row is the same to the bit in every batch and with any number of
+    threads. A row with an input that is not finite is not a number in every output.
+    """
+    checks.check_linear_quantized(x, parts, bias)
+    library = binding.library()
+    num_rows, num_in = x.shape
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    # int64: the integers and floats inside need alignment.
+    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in) // 8, dtype=torch.int64)
+    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in)
+    num_out = sum(part.num_out for part in parts)
+    out = torch.empty((num_rows, num_out))
+    plain_bias = None if bias is None else bias.contiguous()
+    first = 0
+    for part in parts:
+        library.serve_quantized_linear(
+            part.format.number,
+            codes.data_ptr(),
+            part.data.data_ptr(),
+            None if plain_bias is None else plain_bias.data_ptr() + first * 4,
+            out.data_ptr() + first * 4,
+            num_out,
+            num_rows,
+            num_in,
+            part.num_out,
+        )
+        first += part.num_out
+    return out
+
+
+def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index; see the twin."""
+    checks.check_row_indices(indices)
+    wide = indices.long().contiguous()
+    out = torch.empty((wide.shape[0], weight.num_in))
+    fault = binding.Fault()
+    status = binding.library().serve_quantized_rows(
+        weight.format.number,
+        weight.data.data_ptr(),
+        wide.data_ptr(),
+        wide.shape[0],
+        out.data_ptr(),
+        weight.num_in,
+        weight.num_out,
+        ctypes.addressof(fault),
+    )
+    if status != binding.OK:
+        raise checks.row_error(fault.a, fault.b, weight.num_out)
     return out
 
 

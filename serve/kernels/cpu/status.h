@@ -13,6 +13,7 @@ enum Status : int32_t {
   kBadQueryStart = 4,    // fault: request, value
   kBadSeqLen = 5,        // fault: request, value
   kBadBlock = 6,         // fault: request, block index, block id
+  kBadRow = 7,           // fault: place, row
 };
 
 // Names the offending value; the meaning of a, b and c goes with the Status.

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.quantized_weight import QuantizedWeight
 from serve.models.layers.linear import LinearLayer, PackedLinear, make_linear
 
 
@@ -54,6 +56,17 @@ class PackedEmbedding:
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
         return self.weight.rows(input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedEmbedding:
+    """Rows of a matrix that stays quantised, so that a tied model has it once."""
+
+    weight: QuantizedWeight
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
+        return ops.quantized_rows(self.weight, input_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Linear layers, fused ones included, on plain or packed weights."""
+"""Linear layers, fused ones included, on plain, packed or quantised weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.quantized_weight import QuantizedWeight
 from serve.models.weights.loader import ParameterLoader
 
 
@@ -48,6 +49,18 @@ class PackedLinear:
         return ops.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """A layer on the blocks of the file; its parts, of one type each, give their outputs side by side."""
+
+    parts: tuple[QuantizedWeight, ...]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [num_tokens, in_features] to [num_tokens, out_features]."""
+        return ops.linear_quantized(x, self.parts, self.bias)
+
+
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | PackedLinear:
     """Choose the form that suits the weight's device and type."""
     if ops.packs(weight.device.type, weight.dtype):
@@ -55,7 +68,11 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | Pac
     return PlainLinear(weight, bias)
 
 
-def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> PlainLinear | PackedLinear:
+def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> LinearLayer:
     """Load the layers under the prefixes as one, their outputs side by side in the order given."""
-    weight = loader.parameter(*(f"{prefix}.weight" for prefix in prefixes))
-    return make_linear(weight, loader.parameter(*(f"{prefix}.bias" for prefix in prefixes)) if bias else None)
+    names = [f"{prefix}.weight" for prefix in prefixes]
+    added = loader.parameter(*(f"{prefix}.bias" for prefix in prefixes)) if bias else None
+    parts = loader.quantized(*names)
+    if parts is not None:
+        return QuantizedLinear(parts, added)
+    return make_linear(loader.parameter(*names), added)

@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from serve.kernels.quantized_weight import QuantizedBlocks
+
 # Small enough that activations stay in range through many layers in float16.
 _HALF_WIDTH: Final = 0.02
 
@@ -36,6 +38,10 @@ class DummySource:
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give None: there is no file."""
+        return None
+
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Give None: nothing is quantised here."""
         return None
 
     def rope_divisors(self) -> Tensor | None:

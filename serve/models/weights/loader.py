@@ -13,6 +13,8 @@ from torch import Tensor
 
 from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
+from serve.kernels import ops
+from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
 from serve.models.weights.names import is_ignored
@@ -39,6 +41,9 @@ class WeightSource(Protocol):
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
 
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Give a matrix's blocks as the file has them, None when it is not quantised."""
+
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
 
@@ -62,6 +67,10 @@ class RenamedSource:
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
+
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Give a matrix's blocks as the file has them, None when it is not quantised."""
+        return self._source.blocks(self._names[name])
 
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
@@ -151,6 +160,19 @@ class ParameterLoader:
             row += shape[0]
         return fused.to(self.device)
 
+    def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
+        """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
+        found = [self._source.blocks(name) for name in names]
+        groups: list[list[QuantizedBlocks]] = []
+        for blocks in found:
+            if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self._dtype):
+                return None
+            if groups and groups[-1][0].type_name == blocks.type_name:
+                groups[-1].append(blocks)
+            else:
+                groups.append([blocks])
+        return tuple(ops.pack_quantized(_side_by_side(group)) for group in groups)
+
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
         return self._source.rope_divisors()
@@ -162,3 +184,10 @@ class ParameterLoader:
     def map(self, job: Callable[[_A], _T], items: Iterable[_A]) -> list[_T]:
         """Run a job for each item on the loading threads; results in order."""
         return list(self._pool.map(job, items))
+
+
+def _side_by_side(group: list[QuantizedBlocks]) -> QuantizedBlocks:
+    """Join the outputs of matrices of one type."""
+    if len(group) == 1:
+        return group[0]
+    return QuantizedBlocks(torch.cat([blocks.rows for blocks in group]), group[0].type_name, group[0].num_in)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from serve.errors import ConfigError, ExitCode
+from serve.kernels.quantized_weight import QuantizedBlocks
 
 _MAX_HEADER_BYTES: Final = 100 << 20
 # Older exports of encoders saved the numbers 0, 1, 2, ... and as many zeros as integers; they are no parameters.
@@ -66,6 +67,10 @@ class SafetensorsSource:
         if entry.dtype != dtype or entry.begin % dtype.itemsize:
             return None
         return self._view(name)
+
+    def blocks(self, name: str) -> QuantizedBlocks | None:
+        """Give None: nothing is quantised here."""
+        return None
 
     def rope_divisors(self) -> Tensor | None:
         """Give None: the format's models say in config.json how frequencies are scaled."""

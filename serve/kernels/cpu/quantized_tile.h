@@ -1,0 +1,135 @@
+// How quantised weights lie in memory: the blocks of GGUF files, nothing lost, in the order that
+// vector units read them.
+//
+// A tile is sixteen outputs by all inputs, cut into units of one block (32 inputs) or, for the
+// K types, of eight. A unit of a K type begins with a factor (and a factor of minimums) in float16
+// for each output. A block is
+//   codes    bits 0 to 3: 256 bytes, or 512 bytes of whole codes for Q8_0
+//   high     bits 4 and 5 where there are any: 64 bytes for each
+//   scales   a float16 scale (and minimum) for each output, or for K types a byte each for each
+//            output and group of 16 or 32 inputs, multiplied with the unit's factors
+// Codes are spread so that one 16-bit word holds bits of one column of several pairs of columns:
+// lane r, word e of a vector belongs to output r and to column 2 * p + e of each pair p in it.
+#pragma once
+
+#include <cstdint>
+
+#include "int_lanes.h"
+
+namespace serve {
+
+constexpr int kBlockInputs = 32;
+constexpr int kPairs = kBlockInputs / 2;
+constexpr int kVectorBytes = kLanes * 4;
+constexpr int kMaxGroups = 2;
+
+// Numbered as in quantized_weight.py. value = scale * (code - kOffset) [+ minimum]
+enum TileType : int32_t {
+  kQ4_0 = 0,
+  kQ4_1 = 1,
+  kQ5_0 = 2,
+  kQ5_1 = 3,
+  kQ8_0 = 4,
+  kQ2_K = 5,
+  kQ3_K = 6,
+  kQ4_K = 7,
+  kQ5_K = 8,
+  kQ6_K = 9,
+};
+
+// kLow: bits of a code stored together, 4 or 8 (8: signed). kHigh: bits stored apart. kGroup:
+// inputs that share a scale. kUnitBlocks: 1, or 8 for K types. kHasMinimum: else only a scale.
+template <int kLow_, int kHigh_, int kGroup_, int kUnitBlocks_, bool kHasMinimum_, int kOffset_>
+struct Tile {
+  static constexpr int kLow = kLow_;
+  static constexpr int kHigh = kHigh_;
+  static constexpr int kGroup = kGroup_;
+  static constexpr int kUnitBlocks = kUnitBlocks_;
+  static constexpr bool kHasMinimum = kHasMinimum_;
+  static constexpr int kOffset = kOffset_;
+
+  static constexpr bool kIsSuper = kUnitBlocks > 1;
+  static constexpr bool kSignedScale = !kHasMinimum;  // of K types
+  static constexpr int kGroups = kBlockInputs / kGroup;
+  static constexpr int kLowBytes = kLanes * kBlockInputs * kLow / 8;
+  static constexpr int kHighBytes = kLanes * kBlockInputs * kHigh / 8;
+  static constexpr int kScaleBytes = kGroups * kLanes * (kIsSuper ? 1 : 2);
+  static constexpr int kScales = kLowBytes + kHighBytes;
+  static constexpr int kMinimums = kScales + kScaleBytes;
+  static constexpr int kBlockBytes = kMinimums + (kHasMinimum ? kScaleBytes : 0);
+  static constexpr int kHeadBytes = kIsSuper ? kLanes * (kHasMinimum ? 4 : 2) : 0;
+  static constexpr int kUnitBytes = kHeadBytes + kUnitBlocks * kBlockBytes;
+
+  static int64_t tile_bytes(int64_t num_in) {
+    return num_in / (kBlockInputs * kUnitBlocks) * kUnitBytes;
+  }
+
+  static const uint8_t* block(const uint8_t* tile, int64_t index) {
+    const uint64_t place = (uint64_t)index;
+    return head(tile, index) + kHeadBytes + place % kUnitBlocks * kBlockBytes;
+  }
+
+  static const uint8_t* head(const uint8_t* tile, int64_t index) {
+    return tile + (uint64_t)index / kUnitBlocks * kUnitBytes;
+  }
+
+  // The codes of one pair of columns, without the offset.
+  SERVE_INLINE static ShortLanes codes(const uint8_t* block, int pair) {
+    constexpr int kVectorPairs = 16 / kLow;
+    ShortLanes out;
+    for (int i = 0; i < kParts; i++) {
+      const uint8_t* part = block + i * kNative * 4;
+      const NativeWords words = load_words(part + pair / kVectorPairs * kVectorBytes);
+      if constexpr (kLow == 8) {
+        out.part[i] = (pair % 2 ? (NativeShorts)words : (NativeShorts)(words << 8)) >> 8;
+      } else {
+        NativeWords code = words >> (4 * (pair % kVectorPairs));
+        if (pair % kVectorPairs < kVectorPairs - 1) code = code & (uint16_t)15;
+        if constexpr (kHigh > 0) code = code | high_bits(part, pair);
+        out.part[i] = (NativeShorts)code;
+      }
+    }
+    return out;
+  }
+
+  SERVE_INLINE static NativeWords high_bits(const uint8_t* part, int pair) {
+    constexpr int kVectorPairs = 16 / (kHigh > 0 ? kHigh : 1);
+    constexpr uint16_t kMask = ((1 << kHigh) - 1) << 4;
+    const NativeWords words = load_words(part + kLowBytes + pair / kVectorPairs * kVectorBytes);
+    const int begin = pair % kVectorPairs * kHigh;
+    return (begin < 4 ? words << (4 - begin) : words >> (begin - 4)) & kMask;
+  }
+
+  SERVE_INLINE static Lanes scale(const uint8_t* head, const uint8_t* block, int group) {
+    const uint8_t* source = block + kScales + group * kLanes * (kIsSuper ? 1 : 2);
+    if constexpr (!kIsSuper) return load((const Fp16*)source);
+    return load((const Fp16*)head) * load_bytes(source, kSignedScale);
+  }
+
+  SERVE_INLINE static Lanes minimum(const uint8_t* head, const uint8_t* block, int group) {
+    const uint8_t* source = block + kMinimums + group * kLanes * (kIsSuper ? 1 : 2);
+    if constexpr (!kIsSuper) return load((const Fp16*)source);
+    // K types subtract their minimums.
+    return splat(0.0f) - load((const Fp16*)(head + kLanes * 2)) * load_bytes(source, false);
+  }
+};
+
+// Calls function with the Tile that belongs to a type; false for a number that is none.
+template <typename Function>
+inline bool with_tile(int32_t type, Function&& function) {
+  switch (type) {
+    case kQ4_0: function(Tile<4, 0, 32, 1, false, 8>()); return true;
+    case kQ4_1: function(Tile<4, 0, 32, 1, true, 0>()); return true;
+    case kQ5_0: function(Tile<4, 1, 32, 1, false, 16>()); return true;
+    case kQ5_1: function(Tile<4, 1, 32, 1, true, 0>()); return true;
+    case kQ8_0: function(Tile<8, 0, 32, 1, false, 0>()); return true;
+    case kQ2_K: function(Tile<4, 0, 16, 8, true, 0>()); return true;
+    case kQ3_K: function(Tile<4, 0, 16, 8, false, 4>()); return true;
+    case kQ4_K: function(Tile<4, 0, 32, 8, true, 0>()); return true;
+    case kQ5_K: function(Tile<4, 1, 32, 8, true, 0>()); return true;
+    case kQ6_K: function(Tile<4, 2, 16, 8, false, 32>()); return true;
+    default: return false;
+  }
+}
+
+}  // namespace serve
