@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
@@ -38,6 +39,7 @@ from serve.entrypoints.responses.responses import (
     list_input_items,
 )
 
+OPENAPI_URL: Final = "/openapi.json"
 HTTP_MESSAGES: Final = {
     404: "there is nothing at this path",
     405: "this path does not take the method {method}",
@@ -68,27 +70,19 @@ WORK: Final[Mapping[str, Answer]] = {
 
 
 def build_app(state: AppState) -> AsgiApp:
-    """Build the ASGI application over a shared state; it answers while the model still loads."""
-    server = state.config.server
-    has_docs = not server.disable_fastapi_docs
-    app = FastAPI(
-        title="serve",
-        version=__version__,
-        summary="LLM inference with the OpenAI API",
-        docs_url="/docs" if has_docs else None,
-        redoc_url=None,
-        openapi_url="/openapi.json" if has_docs else None,
-        redirect_slashes=False,
-    )
-    _add_work_routes(app, state)
-    _add_responses_routes(app, state)
-    _add_model_routes(app, state)
-    _add_service_routes(app, state)
-    if server.dev_mode:
-        _add_dev_routes(app, state)
+    """Build the ASGI application over a shared state; it answers while the model still loads.
+
+    The routes' descriptions take most of the time that assembling takes, so they are made when somebody asks for them.
+    """
+    app = _assemble(state, openapi_url=None)
+    if not state.config.server.disable_fastapi_docs:
+        app.openapi_url, app.docs_url = OPENAPI_URL, "/docs"
+        app.openapi = functools.cache(lambda: _assemble(state, openapi_url=OPENAPI_URL).openapi())  # type: ignore[method-assign]
+        app.setup()
     app.add_exception_handler(HTTPException, _on_http_exception)
     # Inside the framework's last-resort layer, so that layer never sees an error and never words one.
     app.add_middleware(HttpGate, state=state, work=frozenset(WORK))
+    server = state.config.server
     if server.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -97,6 +91,26 @@ def build_app(state: AppState) -> AsgiApp:
             allow_headers=server.allowed_headers,
             allow_credentials=server.allow_credentials,
         )
+    return app
+
+
+def _assemble(state: AppState, *, openapi_url: str | None) -> FastAPI:
+    """Give an application with every route; the routes are described when it has an openapi_url."""
+    app = FastAPI(
+        title="serve",
+        version=__version__,
+        summary="LLM inference with the OpenAI API",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=openapi_url,
+        redirect_slashes=False,
+    )
+    _add_work_routes(app, state)
+    _add_responses_routes(app, state)
+    _add_model_routes(app, state)
+    _add_service_routes(app, state)
+    if state.config.server.dev_mode:
+        _add_dev_routes(app, state)
     return app
 
 
@@ -131,7 +145,6 @@ def _json(content: object) -> Response:
 def _add_route(app: FastAPI, method: str, path: str, handler: Handler) -> None:
     """Add a route with its description; the handlers give whole responses, so the framework adds nothing to them."""
     if app.openapi_url is None:
-        # Nobody can ask for the descriptions, which take most of the time that assembling the application takes.
         app.add_api_route(path, handler, methods=[method], response_class=Response)
         return
     known = path.replace(":path}", "}")
