@@ -102,7 +102,7 @@ def test_k7_a_whole_old_prefix_goes_before_a_younger_one(tight: Server) -> None:
 def test_k8_reset_fails_while_blocks_are_held_and_empties_the_idle_cache(tight: Server) -> None:
     ids = fresh_ids(64)
     hits(tight, ids)
-    with background(tight, prompt="Once upon", max_tokens=60, ignore_eos=True) as running:
+    with background(tight, prompt="Once upon", max_tokens=300, ignore_eos=True) as running:
         assert tight.client.post("/reset_prefix_cache").json() == {"success": False}
         running.result(30)
     assert hits(tight, ids) == 48

@@ -32,7 +32,8 @@ from tests.e2e.server import Server
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
-BUSY_TOKENS = 60
+# Seconds of work: longer than a few round trips on a machine that is busy with other tests.
+BUSY_TOKENS = 400
 
 LONG_TEXT = " ".join(f"Item {i} is a {w}." for i, w in enumerate(["box", "cat", "map", "key", "sun"] * 8))
 
@@ -44,8 +45,18 @@ def background(server: Server, **fields: object) -> Iterator[Future[Json]]:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(partial(complete, server, **fields))  # type: ignore[arg-type]
         count = lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting")  # noqa: E731
-        wait_until(lambda: count() > before, 10, "the request has arrived")
+        wait_until(lambda: count() > before, 30, "the request has arrived")
         yield future
+
+
+@contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """Freeze the engine during the block, so that what arrives meanwhile arrives together."""
+    assert server.client.post("/pause", params={"mode": "keep"}).status_code == 200
+    try:
+        yield
+    finally:
+        assert server.client.post("/resume").status_code == 200
 
 
 class Finishes:
@@ -70,7 +81,7 @@ class Finishes:
         thread.start()
         self._threads.append(thread)
         total = lambda: self.server.metric("num_requests_running") + self.server.metric("num_requests_waiting")  # noqa: E731
-        wait_until(lambda: total() > before, 10, f"{name} is in the engine core")
+        wait_until(lambda: total() > before, 30, f"{name} is in the engine core")
 
     def join(self) -> list[str]:
         """Wait for all and give their names in the order of ending."""
@@ -135,11 +146,12 @@ def test_s5_lower_priority_value_leaves_the_queue_first_and_ties_go_by_arrival(
 def test_s6_first_come_first_served_ignores_priorities(tight: Server) -> None:
     """Three slots stay busy; the fourth serves the waiting ones in order of arrival."""
     finishes = Finishes(tight)
-    for i in range(3):
-        finishes.start(f"long {i}", max_tokens=150)
-    finishes.start("running", max_tokens=40)
-    finishes.start("five", max_tokens=8, priority=5)
-    finishes.start("one", max_tokens=8, priority=1)
+    with paused(tight):
+        for i in range(3):
+            finishes.start(f"long {i}", max_tokens=150)
+        finishes.start("running", max_tokens=40)
+        finishes.start("five", max_tokens=8, priority=5)
+        finishes.start("one", max_tokens=8, priority=1)
     assert finishes.join()[:3] == ["running", "five", "one"]
 
 
@@ -196,9 +208,10 @@ def test_s9_a_request_that_leaves_the_queue_never_runs(one_at_a_time_server: Ser
 def test_s10_a_prompt_that_does_not_fit_now_waits_without_thrashing(tight: Server) -> None:
     """20 of 40 blocks are held by a running request; a prompt of 26 blocks waits for it."""
     before = tight.metric("num_preemptions_total")
-    with background(tight, prompt=[50] * 320, max_tokens=40, ignore_eos=True) as first:
+    with background(tight, prompt=[50] * 320, max_tokens=150, ignore_eos=True) as first:
         wait_until(lambda: tight.metric("kv_cache_usage_perc") >= 0.5, 60, "the first holds its 20 blocks")
         with background(tight, prompt=[60] * 416, max_tokens=4, ignore_eos=True) as second:
+            assert not first.done()
             saw_waiting = tight.metric("num_requests_waiting")
             first.result(60)
             answer = second.result(60)
