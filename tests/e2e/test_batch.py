@@ -69,7 +69,7 @@ def test_every_line_is_answered_and_a_bad_one_has_its_error(tiny_model: Path, ti
 
 def test_a_run_that_was_killed_goes_on_without_repeating_a_line(tiny_model: Path, tmp_path: Path) -> None:
     source, target, log = tmp_path / "in", tmp_path / "out", tmp_path / "log"
-    body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
     source.write_text("\n".join(batch_line(f"r{i}", body) for i in range(24)) + "\n")
     first = start(tiny_model, source, target, "--max-num-seqs", "2", log=log)
     wait_until(lambda: len(lines_of(target)) >= 2, LIMIT_S, "some lines are written")
