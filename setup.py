@@ -18,7 +18,7 @@ from setuptools.command.build import build
 
 SOURCE_FOLDER = Path("serve") / "kernels" / "cpu"
 # Contraction would let the compiler choose where to fuse, and so let results depend on its mood.
-COMMON_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+COMMON_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
@@ -44,41 +44,73 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def newest_source() -> float:
-    """Give the time of the last change to anything that a library is made of."""
-    paths = [Path(__file__), *SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h")]
-    return max(path.stat().st_mtime for path in paths)
+def is_current(target: Path, parts: list[Path]) -> bool:
+    """Tell whether a file is newer than all that it is made of."""
+    if not target.exists():
+        return False
+    made = target.stat().st_mtime
+    return all(part.exists() and part.stat().st_mtime < made for part in [Path(__file__), *parts])
+
+
+def read_parts(listing: Path) -> list[Path]:
+    """Give the sources that the compiler's own listing of an object file names."""
+    if not listing.exists():
+        return []
+    words = listing.read_text(encoding="utf-8").replace("\\\n", " ").split()
+    return [Path(word) for word in words[1:] if not word.startswith("/usr/")]
+
+
+def run_compiler(command: list[str], target: Path) -> str | None:
+    """Make a file, which appears whole or not at all; give the reason when that fails."""
+    part = target.with_suffix(f".{os.getpid()}.part")
+    try:
+        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{command[0]} does not run: {error}"
+    if done.returncode != 0:
+        part.unlink(missing_ok=True)
+        return done.stderr.strip()
+    part.replace(target)
+    return None
 
 
 class BuildKernels(Command):
     """Compile every variant into a folder of the build, or beside the sources."""
 
     description = "compile the CPU kernels"
-    user_options = [("inplace", "i", "put the libraries beside the sources")]
+    user_options = [
+        ("inplace", "i", "put the libraries beside the sources"),
+        ("variants=", None, "only these, by comma"),
+    ]
     boolean_options = ["inplace"]
 
     def initialize_options(self) -> None:
         """Set the options to their defaults, as setuptools demands."""
         self.inplace = False
+        self.variants = ""
         self.build_lib: str | None = None
+        self.build_temp: str | None = None
         self.editable_mode = False
 
     def finalize_options(self) -> None:
-        """Take the build folder from the build command."""
-        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+        """Take the build folders from the build command."""
+        self.set_undefined_options("build", ("build_lib", "build_lib"), ("build_temp", "build_temp"))
 
     def run(self) -> None:
-        """Compile the variants side by side; warn and go on when one cannot be built."""
+        """Compile every source of every variant side by side; warn and go on when a variant cannot be built."""
         compiler = find_compiler()
         if compiler is None:
             self.warn_about("no C++ compiler found")
             return
-        folder = self.output_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        wanted = self.variants.split(",") if self.variants else list(variants())
+        sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
         with ThreadPoolExecutor() as pool:
-            problems = list(pool.map(lambda item: self.compile(compiler, folder, *item), variants().items()))
-        for problem in filter(None, problems):
-            self.warn_about(problem)
+            jobs = {name: [pool.submit(self.compile, compiler, source, name) for source in sources] for name in wanted}
+            problems = {name: [problem for job in jobs[name] if (problem := job.result())] for name in wanted}
+        for name in wanted:
+            problem = problems[name][0] if problems[name] else self.link(compiler, name, sources)
+            if problem:
+                self.warn_about(f"the {name} build failed:\n{problem}")
 
     def output_folder(self) -> Path:
         """Give the folder for the libraries."""
@@ -87,23 +119,30 @@ class BuildKernels(Command):
         assert self.build_lib is not None, "finalize_options runs first"
         return Path(self.build_lib) / SOURCE_FOLDER
 
-    def compile(self, compiler: list[str], folder: Path, name: str, flags: list[str]) -> str | None:
-        """Build one library; give the reason when that fails."""
-        target = folder / f"serve_cpu_{name}.so"
-        if target.exists() and target.stat().st_mtime > newest_source():
+    def object_path(self, source: Path, name: str) -> Path:
+        """Give the place of the object file of a source in a variant."""
+        assert self.build_temp is not None, "finalize_options runs first"
+        return Path(self.build_temp) / "kernels" / name / f"{source.stem}.o"
+
+    def compile(self, compiler: list[str], source: Path, name: str) -> str | None:
+        """Build one object file unless it is current; give the reason when that fails."""
+        target = self.object_path(source, name)
+        listing = target.with_suffix(".d")
+        if is_current(target, [source, *read_parts(listing)]):
             return None
-        part = target.with_suffix(f".{os.getpid()}.part")
-        sources = sorted(str(path) for path in SOURCE_FOLDER.glob("*.cpp"))
-        command = [*compiler, *COMMON_FLAGS, *flags, *sources, "-o", str(part)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            return f"{compiler[0]} does not run: {error}"
-        if done.returncode != 0:
-            part.unlink(missing_ok=True)
-            return f"the {name} build failed:\n{done.stderr.strip()}"
-        part.replace(target)
-        return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        flags = [*COMMON_FLAGS, *variants()[name], "-MMD", "-MF", str(listing)]
+        return run_compiler([*compiler, *flags, "-c", str(source)], target)
+
+    def link(self, compiler: list[str], name: str, sources: list[Path]) -> str | None:
+        """Join the object files of a variant to its library unless that is current; give the reason for a failure."""
+        folder = self.output_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"serve_cpu_{name}.so"
+        objects = [self.object_path(source, name) for source in sources]
+        if is_current(target, objects):
+            return None
+        return run_compiler([*compiler, *map(str, objects), "-shared", "-pthread"], target)
 
     def warn_about(self, problem: str) -> None:
         """Say on stderr that the package will be slower than it could be."""
