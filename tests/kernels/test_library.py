@@ -119,7 +119,7 @@ def run_build(tmp_path: Path, compiler: str) -> subprocess.CompletedProcess[str]
 def test_missing_compiler_does_not_fail_the_install(tmp_path: Path) -> None:
     done = run_build(tmp_path, "/nonexistent/c++")
     assert done.returncode == 0, done.stderr
-    assert "warning: CPU kernels: /nonexistent/c++ does not run" in done.stderr
+    assert "/nonexistent/c++ does not run" in done.stderr
     assert list(tmp_path.rglob("*.so")) == []
 
 
