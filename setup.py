@@ -58,6 +58,11 @@ def find_compiler() -> list[str] | None:
     return None
 
 
+def extra_flags() -> list[str]:
+    """Give the flags that the environment adds to every command, as builders of packages expect."""
+    return shlex.split(os.environ.get("CXXFLAGS", ""))
+
+
 def is_current(target: Path, parts: list[Path]) -> bool:
     """Tell whether a file is newer than all that it is made of."""
     if not target.exists():
@@ -148,7 +153,7 @@ class BuildKernels(Command):
         if is_current(target, [source, *read_parts(listing)]):
             return None
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*COMMON_FLAGS, *self.flags[name], "-MMD", "-MF", str(listing)]
+        flags = [*COMMON_FLAGS, *self.flags[name], *extra_flags(), "-MMD", "-MF", str(listing)]
         return run_compiler([*self.compiler, *flags, "-c", str(source)], target)
 
     def link(self, name: str, sources: list[Path]) -> str | None:
@@ -159,7 +164,7 @@ class BuildKernels(Command):
         objects = [self.object_path(source, name) for source in sources]
         if is_current(target, objects):
             return None
-        return run_compiler([*self.compiler, *map(str, objects), "-shared", "-pthread"], target)
+        return run_compiler([*self.compiler, *map(str, objects), *extra_flags(), "-shared", "-pthread"], target)
 
     def warn_about(self, problem: str) -> None:
         """Say on stderr that the package will be slower than it could be."""

@@ -99,6 +99,7 @@ class RemoteLibrary:
         attempts = 0
         while not answer and self._runner.wait(timeout=60) == ADDRESS_TAKEN and attempts < 8:
             attempts += 1
+            self._runner.communicate()
             self._runner = self._start()
             self._ask("serve_set_num_threads", [self._num_threads], [])
             answer = self._ask(name, integers, floats)
@@ -115,6 +116,4 @@ class RemoteLibrary:
 
     def close(self) -> None:
         """End the emulator."""
-        assert self._runner.stdin is not None
-        self._runner.stdin.close()
-        self._runner.wait(timeout=60)
+        self._runner.communicate(timeout=60)
