@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "entry_points.h"
 #include "lanes.h"
 #include "pool.h"
 #include "status.h"
