@@ -6,7 +6,7 @@
 namespace {
 
 // Raised with every change of an entry point, together with ABI_VERSION in binding.py.
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 }  // namespace
 
@@ -33,3 +33,17 @@ SERVE_API int32_t serve_set_num_threads(int32_t num_threads) {
 }
 
 SERVE_API int32_t serve_num_threads() { return serve::num_threads(); }
+
+// Ties helper i to processor cpus[i]. Returns how many helpers were tied.
+SERVE_API int32_t serve_pin_helpers(const int32_t* cpus, int32_t num_cpus) {
+  return serve::pin_helpers(cpus, num_cpus);
+}
+
+// Calls function(context, begin, end) for ranges that cover [0, total) once, on all threads.
+SERVE_API void serve_run_ranges(int64_t total, int64_t min_range, int64_t grain, int32_t is_uneven,
+                                serve::RangeFunction function, void* context) {
+  using namespace serve;
+  if (total <= 0) return;
+  run_ranges(total, Split{min_range < 1 ? 1 : min_range, grain < 1 ? 1 : grain, is_uneven != 0}, function,
+             context);
+}
