@@ -1,7 +1,7 @@
 // What the loader asks of the library itself.
 
+#include "entry_points.h"
 #include "pool.h"
-#include "status.h"
 
 namespace {
 
