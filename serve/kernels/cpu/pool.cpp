@@ -24,8 +24,7 @@ namespace serve {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kMaxHalvings = 3;
-constexpr int64_t kUnevenChunksPerThread = 8;
+constexpr int64_t kChunksPerThread = 8;
 // Waking a sleeping thread takes 50 us and more on a virtual machine, so waits up to that are spun.
 constexpr std::chrono::microseconds kSpin(40);
 constexpr std::chrono::microseconds kReadySpin(200);
@@ -76,40 +75,20 @@ struct Ticket {
   uint64_t pack() const { return (uint64_t)epoch << 32 | (uint64_t)num_chunks << 16 | next; }
 };
 
-// Where the chunks of a loop begin. Chunks of an even loop become shorter: the first take half of
-// the work, each thread one, the next half of the rest, so that few claims end at the same time.
+// Where the chunks of a loop begin.
 struct Cut {
   int64_t total;
   int64_t grain;
-  int32_t num_threads;
-  int32_t num_halvings;  // negative: num_chunks chunks of one length
   int32_t num_chunks;
 
-  static Cut make(int64_t total, const Split& split, int num_threads) {
-    const int64_t most = (total + split.min_range - 1) / split.min_range;
-    Cut cut{total, split.grain, num_threads, -1, 0};
-    if (split.is_uneven || most < num_threads) {
-      cut.num_chunks = (int32_t)std::min(num_threads * kUnevenChunksPerThread, most);
-      return cut;
-    }
-    cut.num_halvings = 0;
-    while (cut.num_halvings < kMaxHalvings && (int64_t)num_threads << (cut.num_halvings + 1) <= most) {
-      cut.num_halvings++;
-    }
-    cut.num_chunks = num_threads * (cut.num_halvings + 1);
-    return cut;
+  static Cut make(int64_t total, int64_t min_range, int64_t grain, int num_threads) {
+    const int64_t most = (total + min_range - 1) / min_range;
+    return Cut{total, grain, (int32_t)std::min(num_threads * kChunksPerThread, most)};
   }
 
   int64_t begin(int32_t chunk) const {
     if (chunk >= num_chunks) return total;
-    int64_t parts = num_chunks, part = chunk;
-    if (num_halvings >= 0) {
-      const int32_t round = chunk / num_threads, place = chunk % num_threads;
-      const int64_t rest = (int64_t)1 << (num_halvings - round);
-      parts = (int64_t)num_threads << num_halvings;
-      part = parts - num_threads * rest + place * std::max<int64_t>(rest / 2, 1);
-    }
-    const int64_t item = total / parts * part + total % parts * part / parts;
+    const int64_t item = total / num_chunks * chunk + total % num_chunks * chunk / num_chunks;
     return item - item % grain;
   }
 };
@@ -147,6 +126,15 @@ class Judge {
   void note_alone(double time, double processor) {
     pause_time_ += time;
     pause_processor_ += processor;
+  }
+
+  void forget() {
+    num_alone_.store(0, std::memory_order_relaxed);
+    num_noted_ = 0;
+    pause_ = kShortestPause;
+    is_trial_ = is_doubtful_ = false;
+    together_ = alone_ = pause_time_ = pause_processor_ = 0;
+    stretch_ = 1;
   }
 
  private:
@@ -205,6 +193,9 @@ class Pool {
       }
       num_helpers_++;
     }
+    while (is_running_.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
+    judge_.forget();
+    is_running_.store(false, std::memory_order_release);
     active_.word.store((uint32_t)std::min(wanted, num_helpers_ + 1));
     active_.ring();
     call_helpers(kMaxThreads);
@@ -236,17 +227,17 @@ class Pool {
     return num_pinned;
   }
 
-  void run(int64_t total, const Split& split, RangeFunction function, void* context) {
+  void run(int64_t total, int64_t min_range, int64_t grain, RangeFunction function, void* context) {
     if (is_running_.exchange(true, std::memory_order_acquire)) {  // another caller has the helpers
       function(context, 0, total);
       return;
     }
-    const bool is_alone = judge_.takes_next();
+    const bool is_alone = size() == 1 || judge_.takes_next();
     const bool is_sampled = judge_.samples_next();
     if (is_alone) {
       run_alone(total, is_sampled, function, context);
     } else {
-      run_together(Cut::make(total, split, size()), is_sampled, function, context);
+      run_together(Cut::make(total, min_range, grain, size()), is_sampled, function, context);
     }
     is_running_.store(false, std::memory_order_release);
   }
@@ -328,7 +319,7 @@ class Pool {
         active_.wait_while(num_active);
         continue;
       }
-      if (!wait_for_loop(seen)) continue;
+      if (!wait_for_loop(seen, num_active)) continue;
       seen = Ticket::unpack(ticket_.load()).epoch;
       const uint32_t num_done = work(seen);
       if (num_done == 0) continue;
@@ -337,19 +328,21 @@ class Pool {
     }
   }
 
-  // Returns false when it slept instead.
-  bool wait_for_loop(uint32_t seen) {
+  // Returns false when it slept instead, or when the number of threads has changed.
+  bool wait_for_loop(uint32_t seen, uint32_t num_active) {
+    const bool is_ready = num_ready_.load() > 0;
+    const auto has_changed = [&] { return active_.word.load(std::memory_order_relaxed) != num_active; };
     const auto is_due = [&] {
       return Ticket::unpack(ticket_.load(std::memory_order_acquire)).epoch != seen;
     };
-    const bool is_ready = num_ready_.load() > 0;
     spin_until(is_ready ? kReadySpin : kSpin, [&] {
-      return is_due() || (is_ready && num_ready_.load(std::memory_order_relaxed) == 0);
+      return is_due() || has_changed() || (is_ready && num_ready_.load(std::memory_order_relaxed) == 0);
     });
+    if (has_changed()) return false;
     if (is_due()) return true;
     const uint32_t call = call_.word.load();
     num_sleeping_.fetch_add(1);
-    if (!is_due()) call_.wait_while(call);
+    if (!is_due() && !has_changed()) call_.wait_while(call);
     num_sleeping_.fetch_sub(1);
     return false;
   }
@@ -401,8 +394,9 @@ int set_num_threads(int num_threads) { return pool().resize(num_threads); }
 int num_threads() { return pool().size(); }
 int pin_helpers(const int32_t* cpus, int32_t num_cpus) { return pool().pin(cpus, num_cpus); }
 
-void run_ranges(int64_t total, const Split& split, RangeFunction function, void* context) {
-  pool().run(total, split, function, context);
+void run_ranges(int64_t total, int64_t min_range, int64_t grain, RangeFunction function,
+                void* context) {
+  pool().run(total, min_range, grain, function, context);
 }
 
 ReadyHelpers::ReadyHelpers() { pool().make_ready(); }

@@ -14,13 +14,6 @@ namespace serve {
 
 typedef void (*RangeFunction)(void* context, int64_t begin, int64_t end);
 
-// How a loop may be cut.
-struct Split {
-  int64_t min_range;        // a chunk has about as many items or more
-  int64_t grain = 1;        // chunks begin at multiples of it
-  bool is_uneven = false;   // items differ much in cost: more chunks, all of the same length
-};
-
 // Sets how many threads share a loop, the caller included. Returns the number in force.
 int set_num_threads(int num_threads);
 int num_threads();
@@ -29,8 +22,10 @@ int num_threads();
 // and those of an empty list run where the system puts them. Returns how many were tied.
 int pin_helpers(const int32_t* cpus, int32_t num_cpus);
 
-// Runs function over [0, total), cut into ranges.
-void run_ranges(int64_t total, const Split& split, RangeFunction function, void* context);
+// Runs function over [0, total), cut into ranges of about min_range items or more that begin at
+// multiples of grain.
+void run_ranges(int64_t total, int64_t min_range, int64_t grain, RangeFunction function,
+                void* context);
 
 // While one exists, helpers stay awake for the next loop; with the last one gone they sleep at once.
 class ReadyHelpers {
@@ -43,22 +38,17 @@ class ReadyHelpers {
 
 // Calls body(begin, end) for ranges that cover [0, total) once, in any order, on several threads.
 template <typename Body>
-inline void parallel_for(int64_t total, const Split& split, Body&& body) {
+inline void parallel_for(int64_t total, int64_t min_range, Body&& body, int64_t grain = 1) {
   typedef typename std::remove_reference<Body>::type Callable;
   if (total <= 0) return;
-  if (total <= split.min_range || num_threads() == 1) {
+  if (total <= min_range || num_threads() == 1) {
     body((int64_t)0, total);
     return;
   }
   RangeFunction function = [](void* context, int64_t begin, int64_t end) {
     (*static_cast<Callable*>(context))(begin, end);
   };
-  run_ranges(total, split, function, &body);
-}
-
-template <typename Body>
-inline void parallel_for(int64_t total, int64_t min_range, Body&& body) {
-  parallel_for(total, Split{min_range}, body);
+  run_ranges(total, min_range, grain, function, &body);
 }
 
 }  // namespace serve
