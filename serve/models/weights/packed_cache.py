@@ -142,10 +142,10 @@ class PackedWeightsCache:
                 sink.flush()
                 os.fsync(sink.fileno())
             os.replace(name, self.path(key))
-        except BaseException:
+        finally:
+            # Under this name it is still there only when something failed.
             with contextlib.suppress(OSError):
                 os.unlink(name)
-            raise
         folder = os.open(self.folder, os.O_RDONLY)
         try:
             os.fsync(folder)
