@@ -2,11 +2,12 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 3
+ABI_VERSION = 5
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -20,12 +21,13 @@ BAD_QUERY_START = 4
 BAD_SEQ_LEN = 5
 BAD_BLOCK = 6
 BAD_ROW = 7
+BAD_CACHE = 8
+BAD_HEADS = 9
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
 _FLOAT = ctypes.c_float
-_CACHE = (_PTR, _PTR, _I32, _I64, _I32, _I32, _I32)
 
 # Entry point -> result and argument types, in the order of the C declaration.
 SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, tuple[type, ...]]] = {
@@ -33,6 +35,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_cpu_level": (_I32, ()),
     "serve_set_num_threads": (_I32, (_I32,)),
     "serve_num_threads": (_I32, ()),
+    "serve_pin_helpers": (_I32, (_PTR, _I32)),
+    "serve_run_ranges": (None, (_I64, _I64, _I64, _PTR, _PTR)),
     "serve_rms_norm": (None, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _FLOAT)),
     "serve_add_rms_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _FLOAT)),
     "serve_rope": (_I32, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _I32, _PTR, _I64, _I32, _PTR)),
@@ -45,11 +49,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_quantize_rows": (None, (_PTR, _I64, _PTR, _I64, _I64)),
     "serve_quantized_linear": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
-    "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _I64, *_CACHE, _PTR)),
-    "serve_paged_attention": (
-        _I32,
-        (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I32, _FLOAT, _I32, *_CACHE, _PTR),
-    ),
+    "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR)),
+    "serve_paged_attention": (_I32, (_PTR, _PTR, _I64, _I64, _I32, _PTR, _PTR, _PTR, _PTR)),
 }
 
 
@@ -119,6 +120,18 @@ def set_num_threads(num_threads: int) -> int:
         raise ValueError(f"num_threads={num_threads} is outside 1..256")
     loaded = load_library().library
     return num_threads if loaded is None else int(loaded.serve_set_num_threads(num_threads))
+
+
+def pin_helpers(cpus: Sequence[int]) -> int:
+    """Tie each helper thread to one of the processors, in order, and give how many were tied.
+
+    Helpers beyond the list, and all for an empty list, run where the system puts them. The calling thread is not
+    touched, and neither are helpers that a later set_num_threads adds.
+    """
+    loaded = load_library().library
+    if loaded is None:
+        return 0
+    return int(loaded.serve_pin_helpers((ctypes.c_int32 * len(cpus))(*cpus), len(cpus)))
 
 
 def library_description() -> str:

@@ -3,6 +3,7 @@
 // Each row is computed alone and in one fixed order, so that its result depends neither on the
 // batch nor on the number of threads.
 
+#include "entry_points.h"
 #include "pool.h"
 #include "rows.h"
 #include "status.h"

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "entry_points.h"
 #include "lanes.h"
 #include "pool.h"
 #include "status.h"

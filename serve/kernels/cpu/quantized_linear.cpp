@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "entry_points.h"
 #include "pool.h"
 #include "quantized_tile.h"
 #include "status.h"
