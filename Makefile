@@ -3,13 +3,15 @@ PYTHON ?= python3
 ARGS ?=
 export PYTHON
 
-.PHONY: help setup serve test test-fuzz test-clients check clean
+.PHONY: help setup serve test test-fuzz test-clients test-aarch64 test-sanitized check clean
 
 help:
 	@echo "make serve   install into .venv and start the server with the built-in model (ARGS='...' adds flags)"
 	@echo "make test    install the test requirements and run every test (ARGS='tests/unit' narrows it)"
 	@echo "make test-fuzz     fuzz every route with bodies made from /openapi.json (ARGS goes to pytest)"
 	@echo "make test-clients  run the lm-eval harness against a server, in an environment of its own"
+	@echo "make test-aarch64    run all kernel tests on the AArch64 libraries, emulated (a fifth of them runs in make test)"
+	@echo "make test-sanitized  run the kernel tests with address and undefined-behaviour sanitizers"
 	@echo "make check   formatting, lint, types, generated docs"
 	@echo "make clean   remove .venv and build results"
 
@@ -27,6 +29,14 @@ test-fuzz:
 
 test-clients:
 	@scripts/test-clients $(ARGS)
+
+test-aarch64:
+	@scripts/system-packages
+	@SERVE_TEST_EMULATED=all scripts/test tests/kernels -k aarch64 $(ARGS)
+
+test-sanitized:
+	@scripts/setup test
+	@scripts/test-sanitized $(ARGS)
 
 check:
 	@scripts/check

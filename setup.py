@@ -126,7 +126,7 @@ class BuildKernels(Command):
         self.compiler, self.flags = compiler, variants(compiler)
         wanted = self.variants.split(",") if self.variants else list(self.flags)
         sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = {name: [pool.submit(self.compile, source, name) for source in sources] for name in wanted}
             problems = {name: [problem for job in jobs[name] if (problem := job.result())] for name in wanted}
         for name in wanted:

@@ -6,6 +6,7 @@ Libraries for AArch64 run in an emulator, on the tensors of the test.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,6 +21,26 @@ from tests.kernels.variants import VARIANTS
 
 NATIVE = [name for name, _ in VARIANTS]
 EMULATED = ["aarch64-portable", "aarch64-dotprod"]
+# Emulation is slow: of the cases of an emulated library one in this many runs, unless SERVE_TEST_EMULATED=all.
+EMULATED_SHARE = 5
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin out the cases of emulated libraries, evenly over the files."""
+    if os.environ.get("SERVE_TEST_EMULATED") == "all":
+        return
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    num_emulated = 0
+    for item in items:
+        is_dropped = False
+        if any(name in item.name for name in EMULATED):
+            is_dropped = num_emulated % EMULATED_SHARE != 0
+            num_emulated += 1
+        (dropped if is_dropped else kept).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)

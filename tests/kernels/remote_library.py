@@ -18,6 +18,7 @@ COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
 SYSTEM_LIBRARIES = "/usr/aarch64-linux-gnu"
 ADDRESS_TAKEN = 77
+MAX_ATTEMPTS = 8
 REQUEST = struct.Struct("64s32q4f")
 PR_SET_PTRACER = 0x59616D61
 
@@ -37,7 +38,7 @@ def build_for_aarch64(folder: Path) -> dict[str, Path]:
     done = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == "", done.stderr
     runner = folder / "runner"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", str(RUNNER_SOURCE), "-o", str(runner), "-ldl"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", "-rdynamic", str(RUNNER_SOURCE), "-o", str(runner), "-ldl"]
     subprocess.run([COMPILER, *flags], check=True)
     built = {path.stem.removeprefix("serve_cpu_"): path for path in sources.glob("*.so")}
     return {**built, "runner": runner}
@@ -95,16 +96,17 @@ class RemoteLibrary:
         """Run an entry point in the emulator and give its result register."""
         if name == "serve_set_num_threads":
             self._num_threads = integers[0]
-        answer = self._ask(name, integers, floats)
-        attempts = 0
-        while not answer and self._runner.wait(timeout=60) == ADDRESS_TAKEN and attempts < 8:
-            attempts += 1
-            self._runner.communicate()
+        for _ in range(MAX_ATTEMPTS):
+            answer = self._ask(name, integers, floats)
+            if answer:
+                return int.from_bytes(answer, "little", signed=True)
+            self._runner.communicate(timeout=60)
+            exit_code = self._runner.returncode
             self._runner = self._start()
             self._ask("serve_set_num_threads", [self._num_threads], [])
-            answer = self._ask(name, integers, floats)
-        assert len(answer) == 8, f"{name} ended the runner with exit code {self._runner.wait(timeout=60)}"
-        return int.from_bytes(answer, "little", signed=True)
+            if exit_code != ADDRESS_TAKEN:
+                break
+        raise AssertionError(f"{name} ended the runner with exit code {exit_code}")
 
     def _ask(self, name: str, integers: list[int], floats: list[float]) -> bytes:
         assert self._runner.stdin is not None
