@@ -16,6 +16,8 @@ enum Status : int32_t {
   kBadRow = 7,           // fault: place, row
   kBadCache = 8,         // fault: type, block size, head size
   kBadHeads = 9,         // fault: query heads, kv heads
+  kBadType = 12,         // of weights
+  kBadShape = 13,        // a negative size
 };
 
 // Names the offending value; the meaning of a, b and c goes with the Status.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
-from serve.models.layers.linear import LinearLayer, PackedLinear, make_linear
+from serve.models.layers.linear import LinearLayer
 
 
 class Embedding(Protocol):
@@ -38,13 +39,14 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class PlainEmbedding:
-    """Rows of weight [vocab_size, hidden_size]."""
+    """Rows of weight [vocab_size, hidden_size] as dtype, the compute type."""
 
     weight: Tensor
+    dtype: torch.dtype
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
+        return F.embedding(input_ids, self.weight).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class PackedEmbedding:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return self.weight.rows(input_ids)
+        return ops.packed_rows(self.weight, input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,3 @@ class OutputHead:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map [n, hidden_size] to float32 logits [n, vocab_size]."""
         return self.linear(hidden_states).float()
-
-
-def tied_embedding(weight: Tensor) -> tuple[Embedding, OutputHead]:
-    """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
-    linear = make_linear(weight)
-    if isinstance(linear, PackedLinear):
-        return PackedEmbedding(linear.weight), OutputHead(linear)
-    return PlainEmbedding(weight), OutputHead(linear)

@@ -23,7 +23,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A layer with torch's own product.
+    """A layer with torch's own product, weights in the compute type.
 
     weight  [out_features, in_features]
     bias    [out_features] or None
@@ -39,7 +39,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A layer with our kernel: a row's result does not depend on the rows beside it."""
+    """A layer with our kernel, weights in their own type: a row's result does not depend on the rows beside it."""
 
     weight: PackedWeight
     bias: Tensor | None = None
@@ -61,13 +61,6 @@ class QuantizedLinear:
         return ops.linear_quantized(x, self.parts, self.bias)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | PackedLinear:
-    """Choose the form that suits the weight's device and type."""
-    if ops.packs(weight.device.type, weight.dtype):
-        return PackedLinear(ops.pack_linear(weight), bias)
-    return PlainLinear(weight, bias)
-
-
 def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> LinearLayer:
     """Load the layers under the prefixes as one, their outputs side by side in the order given."""
     names = [f"{prefix}.weight" for prefix in prefixes]
@@ -75,4 +68,7 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     parts = loader.quantized(*names)
     if parts is not None:
         return QuantizedLinear(parts, added)
-    return make_linear(loader.parameter(*names), added)
+    packed = loader.packed(*names)
+    if packed is not None:
+        return PackedLinear(packed, added)
+    return PlainLinear(loader.parameter(*names), added)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from torch import Tensor
 from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
+from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
@@ -22,6 +24,7 @@ from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
+_DUMMY_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 
@@ -37,6 +40,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str, out: Tensor) -> None:
         """Write a tensor to out, a contiguous tensor of its shape and any floating type on the CPU."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that holds a tensor's numbers without loss; float32 when it is quantised."""
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
@@ -64,6 +70,10 @@ class RenamedSource:
         """Write a tensor to out."""
         self._source.read(self._names[name], out)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that holds a tensor's numbers without loss; float32 when it is quantised."""
+        return self._source.dtype(self._names[name])
+
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
@@ -90,7 +100,7 @@ def open_weights(
     (exit code MODEL) that counts and names tensors that lack, do not fit or do not belong.
     """
     if dummy_seed is not None:
-        return DummySource(expected, dummy_seed)
+        return DummySource(expected, dummy_seed, _DUMMY_DTYPES.get(checkpoint.arch.checkpoint_dtype, torch.float32))
     source: WeightSource
     if checkpoint.format == "gguf":
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
@@ -126,15 +136,25 @@ def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigE
 
 
 class ParameterLoader:
-    """Hands out parameters in the compute type, on the device, and runs loading jobs on a few threads.
+    """Hands out parameters on the device, and runs loading jobs on a few threads.
 
+    dtype         the compute type, which single numbers and vectors get
+    weight_dtype  the type that every parameter is rounded to first; None keeps each matrix as the file has it
     A context manager: leaving it ends the threads.
     """
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         self.device = device
+        self.dtype = dtype
         self._source = source
-        self._dtype = dtype
+        self._weight_dtype = weight_dtype
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
 
     def __enter__(self) -> Self:
@@ -146,26 +166,49 @@ class ParameterLoader:
         self._pool.shutdown(cancel_futures=True)
 
     def parameter(self, *names: str) -> Tensor:
-        """Load one tensor, or several as one with their rows one after the other."""
+        """Load one tensor in the compute type, or several as one with their rows one after the other."""
         if len(names) == 1:
-            mapped = self._source.mapped(names[0], self._dtype)
-            if mapped is not None:
-                return mapped.to(self.device)
+            return self.matrix(names[0]).to(self.dtype)
         shapes = [self._source.shapes[name] for name in names]
         num_rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype)
+        fused = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         row = 0
         for name, shape in zip(names, shapes, strict=True):
-            self._source.read(name, fused[row : row + shape[0]])
+            fused[row : row + shape[0]] = self.matrix(name)
             row += shape[0]
-        return fused.to(self.device)
+        return fused
+
+    def matrix(self, name: str) -> Tensor:
+        """Load a tensor in its own type, or rounded to the one type of weights; the file's memory where it is that."""
+        dtype = self._matrix_dtype(name)
+        mapped = self._source.mapped(name, dtype)
+        if mapped is None:
+            mapped = torch.empty(self._source.shapes[name], dtype=dtype)
+            self._source.read(name, mapped)
+        return mapped.to(self.device)
+
+    def packed(self, *names: str) -> PackedWeight | None:
+        """Load matrices as one, packed for our own product; None when a plain product suits the device."""
+        dtypes = [self._matrix_dtype(name) for name in names]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        if not ops.packs(self.device.type, dtype):
+            return None
+        return ops.pack_linear(*(self.matrix(name).to(dtype) for name in names))
+
+    def _matrix_dtype(self, name: str) -> torch.dtype:
+        if self._weight_dtype is not None:
+            return self._weight_dtype
+        own = self._source.dtype(name)
+        return torch.float32 if own == torch.float64 else own
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
+        if self._weight_dtype not in (None, torch.float32):
+            return None
         found = [self._source.blocks(name) for name in names]
         groups: list[list[QuantizedBlocks]] = []
         for blocks in found:
-            if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self._dtype):
+            if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self.dtype):
                 return None
             if groups and groups[-1][0].type_name == blocks.type_name:
                 groups[-1].append(blocks)

@@ -61,6 +61,10 @@ class SafetensorsSource:
         """Copy a tensor to out, converting its type."""
         out.copy_(self._view(name))
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that the file has."""
+        return self._entries[name].dtype
+
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's memory when it already holds that type, aligned."""
         entry = self._entries[name]
