@@ -35,11 +35,14 @@ class PackedWeight:
         return tiles.transpose(1, 2).flatten(0, 1)[: self.num_out, : self.num_in]
 
 
+def packed_shape(num_out: int, num_in: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Give the shape of a packed weight's data."""
+    num_tiles = -(-num_out // WEIGHT_LANES)
+    if dtype == torch.bfloat16:
+        return num_tiles, -(-num_in // 2), WEIGHT_LANES, 2
+    return num_tiles, num_in, WEIGHT_LANES
+
+
 def empty_packed_weight(num_out: int, num_in: int, dtype: torch.dtype) -> PackedWeight:
     """Reserve memory for a packed weight; the caller fills all of it."""
-    num_tiles = (num_out + WEIGHT_LANES - 1) // WEIGHT_LANES
-    if dtype == torch.bfloat16:
-        shape: tuple[int, ...] = (num_tiles, (num_in + 1) // 2, WEIGHT_LANES, 2)
-    else:
-        shape = (num_tiles, num_in, WEIGHT_LANES)
-    return PackedWeight(torch.empty(shape, dtype=dtype), num_out, num_in)
+    return PackedWeight(torch.empty(packed_shape(num_out, num_in, dtype), dtype=dtype), num_out, num_in)

@@ -19,12 +19,12 @@ from serve.models.layers.attention import Attention, AttentionGeometry
 from serve.models.layers.embedding import (
     Embedding,
     OutputHead,
-    PackedEmbedding,
-    PlainEmbedding,
     PromptEmbeds,
     QuantizedEmbedding,
+    load_embedding,
+    load_tied_embedding,
 )
-from serve.models.layers.linear import LinearLayer, PackedLinear, QuantizedLinear, load_linear
+from serve.models.layers.linear import LinearLayer, QuantizedLinear, load_linear
 from serve.models.layers.norm import RMSNorm
 from serve.models.layers.rope import cos_sin_table
 from serve.models.weights.loader import ParameterLoader
@@ -147,17 +147,14 @@ def build_llama(arch: ModelArch, loader: ParameterLoader, max_model_len: int) ->
 
 
 def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, OutputHead]:
-    name = "model.embed_tokens.weight"
-    parts = loader.quantized(name)
+    prefix = "model.embed_tokens"
+    parts = loader.quantized(f"{prefix}.weight")
     if parts is not None:
         head = QuantizedLinear(parts) if arch.tie_word_embeddings else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
     if arch.tie_word_embeddings:
-        packed = loader.packed(name)
-        if packed is not None:
-            return PackedEmbedding(packed), OutputHead(PackedLinear(packed))
-    embedding = PlainEmbedding(loader.matrix(name), loader.dtype)
-    return embedding, OutputHead(load_linear(loader, "model.embed_tokens" if arch.tie_word_embeddings else "lm_head"))
+        return load_tied_embedding(loader, prefix)
+    return load_embedding(loader, prefix), OutputHead(load_linear(loader, "lm_head"))
 
 
 def _rotary_table(arch: ModelArch, loader: ParameterLoader, num_positions: int) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
-from serve.models.layers.linear import LinearLayer
+from serve.models.layers.linear import LinearLayer, PackedLinear, load_linear
+from serve.models.weights.loader import ParameterLoader
 
 
 class Embedding(Protocol):
@@ -80,3 +81,16 @@ class OutputHead:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map [n, hidden_size] to float32 logits [n, vocab_size]."""
         return self.linear(hidden_states).float()
+
+
+def load_tied_embedding(loader: ParameterLoader, prefix: str) -> tuple[Embedding, OutputHead]:
+    """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
+    packed = loader.packed(f"{prefix}.weight")
+    if packed is not None:
+        return PackedEmbedding(packed), OutputHead(PackedLinear(packed))
+    return load_embedding(loader, prefix), OutputHead(load_linear(loader, prefix))
+
+
+def load_embedding(loader: ParameterLoader, prefix: str) -> PlainEmbedding:
+    """Load a matrix [vocab_size, hidden_size] that is only looked up."""
+    return PlainEmbedding(loader.matrix(f"{prefix}.weight"), loader.dtype)

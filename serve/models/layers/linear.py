@@ -69,6 +69,4 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     if parts is not None:
         return QuantizedLinear(parts, added)
     packed = loader.packed(*names)
-    if packed is not None:
-        return PackedLinear(packed, added)
-    return PlainLinear(loader.parameter(*names), added)
+    return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)

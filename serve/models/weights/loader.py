@@ -16,10 +16,12 @@ from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, joinable, side_by_side
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
 from serve.models.weights.names import is_ignored
+from serve.models.weights.packed_cache import CacheEntry
+from serve.models.weights.quantized_safetensors import QuantizedSafetensorsSource
 from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
@@ -27,6 +29,7 @@ _MAX_THREADS: Final = 8
 _DUMMY_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _T = TypeVar("_T")
 _A = TypeVar("_A")
+_P = TypeVar("_P", QuantizedWeight, PackedWeight)
 
 Shape = tuple[int, ...]
 
@@ -47,7 +50,7 @@ class WeightSource(Protocol):
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
 
     def rope_divisors(self) -> Tensor | None:
@@ -78,7 +81,7 @@ class RenamedSource:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
         return self._source.blocks(self._names[name])
 
@@ -104,6 +107,10 @@ def open_weights(
     source: WeightSource
     if checkpoint.format == "gguf":
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
+    elif checkpoint.quantization is not None:
+        source = QuantizedSafetensorsSource(
+            checkpoint, checkpoint.quantization, lambda name: (name if rename is None else rename(name)) in expected
+        )
     else:
         source = SafetensorsSource(checkpoint.weight_files)
     if rename is not None:
@@ -140,7 +147,7 @@ class ParameterLoader:
 
     dtype         the compute type, which single numbers and vectors get
     weight_dtype  the type that every parameter is rounded to first; None keeps each matrix as the file has it
-    A context manager: leaving it ends the threads.
+    A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
     def __init__(
@@ -150,11 +157,13 @@ class ParameterLoader:
         dtype: torch.dtype,
         device: torch.device,
         weight_dtype: torch.dtype | None = None,
+        cache: CacheEntry | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self._source = source
         self._weight_dtype = weight_dtype
+        self._cache = cache
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
 
     def __enter__(self) -> Self:
@@ -164,6 +173,8 @@ class ParameterLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if self._cache is not None and error is None:
+            self._cache.finish()
 
     def parameter(self, *names: str) -> Tensor:
         """Load one tensor in the compute type, or several as one with their rows one after the other."""
@@ -188,12 +199,14 @@ class ParameterLoader:
         return mapped.to(self.device)
 
     def packed(self, *names: str) -> PackedWeight | None:
-        """Load matrices as one, packed for our own product; None when a plain product suits the device."""
-        dtypes = [self._matrix_dtype(name) for name in names]
-        dtype = functools.reduce(torch.promote_types, dtypes)
+        """Load matrices as one, packed for our own product; None when a plain one suits the device."""
+        dtype = functools.reduce(torch.promote_types, (self._matrix_dtype(name) for name in names))
         if not ops.packs(self.device.type, dtype):
             return None
-        return ops.pack_linear(*(self.matrix(name).to(dtype) for name in names))
+        found = self._through_cache(
+            PackedWeight, names, lambda: (ops.pack_linear(*(self.matrix(name).to(dtype) for name in names)),)
+        )
+        return None if found is None else found[0]
 
     def _matrix_dtype(self, name: str) -> torch.dtype:
         if self._weight_dtype is not None:
@@ -203,18 +216,38 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
+        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+
+    def _through_cache(
+        self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
+    ) -> tuple[_P, ...] | None:
+        """Give matrices as the cache has them, else pack them and leave them to it."""
+        if self._cache is None:
+            return pack()
+        name = "+".join(names)
+        found = self._cache.take(name)
+        if found is not None:
+            kept = tuple(part for part in found if isinstance(part, kind))
+            if len(kept) == len(found):
+                return kept
+        packed = pack()
+        if packed is not None:
+            self._cache.keep(name, packed)
+        return packed
+
+    def _pack_quantized(self, names: tuple[str, ...]) -> tuple[QuantizedWeight, ...] | None:
         if self._weight_dtype not in (None, torch.float32):
             return None
-        found = [self._source.blocks(name) for name in names]
-        groups: list[list[QuantizedBlocks]] = []
-        for blocks in found:
+        groups: list[list[QuantizedBlocks | AffineBlocks]] = []
+        for name in names:
+            blocks = self._source.blocks(name)
             if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self.dtype):
                 return None
-            if groups and groups[-1][0].type_name == blocks.type_name:
+            if groups and joinable(groups[-1][0], blocks):
                 groups[-1].append(blocks)
             else:
                 groups.append([blocks])
-        return tuple(ops.pack_quantized(_side_by_side(group)) for group in groups)
+        return tuple(ops.pack_quantized(side_by_side(group)) for group in groups)
 
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
@@ -227,10 +260,3 @@ class ParameterLoader:
     def map(self, job: Callable[[_A], _T], items: Iterable[_A]) -> list[_T]:
         """Run a job for each item on the loading threads; results in order."""
         return list(self._pool.map(job, items))
-
-
-def _side_by_side(group: list[QuantizedBlocks]) -> QuantizedBlocks:
-    """Join the outputs of matrices of one type."""
-    if len(group) == 1:
-        return group[0]
-    return QuantizedBlocks(torch.cat([blocks.rows for blocks in group]), group[0].type_name, group[0].num_in)
