@@ -11,6 +11,7 @@ from torch import Tensor
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
+from serve.kernels.stack import LinearParts
 from serve.models.weights.loader import ParameterLoader
 
 
@@ -76,3 +77,12 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     if parts is not None:
         return QuantizedLinear(parts, added)
     return make_linear(loader.parameter(*names), added)
+
+
+def kernel_parts(layer: LinearLayer) -> LinearParts | None:
+    """Give what a stack needs of a layer; None for a form that only its own call computes."""
+    if isinstance(layer, PackedLinear):
+        return LinearParts((layer.weight,), layer.bias)
+    if isinstance(layer, QuantizedLinear):
+        return LinearParts(layer.parts, layer.bias)
+    return None
