@@ -77,6 +77,6 @@ def kernel_parts(layer: LinearLayer) -> LinearParts | None:
     """Give what a stack needs of a layer; None for a form that only its own call computes."""
     if isinstance(layer, PackedLinear):
         return LinearParts((layer.weight,), layer.bias)
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedLinear) and all(part.input_order is None for part in layer.parts):
         return LinearParts(layer.parts, layer.bias)
     return None
