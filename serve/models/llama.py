@@ -1,6 +1,6 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one definition, varied by ModelArch fields.
+"""Phase 7 of 11: the decoder of Llama, Mistral, Qwen2 and Qwen3, one definition, varied by ModelArch fields.
 
-Phase 7 of 11: forward computes a step's hidden states, compute_logits their scores.
+forward computes a step's hidden states, compute_logits their scores.
 """
 
 from __future__ import annotations
