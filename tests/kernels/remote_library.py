@@ -38,7 +38,7 @@ def build_for_aarch64(folder: Path) -> dict[str, Path]:
     done = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == "", done.stderr
     runner = folder / "runner"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", "-rdynamic", str(RUNNER_SOURCE), "-o", str(runner), "-ldl"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", "-rdynamic", str(RUNNER_SOURCE), "-o", str(runner)]
     subprocess.run([COMPILER, *flags], check=True)
     built = {path.stem.removeprefix("serve_cpu_"): path for path in sources.glob("*.so")}
     return {**built, "runner": runner}
