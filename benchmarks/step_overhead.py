@@ -20,26 +20,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from benchmarks.free_model import FreeModel, cpu_seconds, new_engine, print_thread_ids
 from serve.checkpoint import Checkpoint, ModelArch
 from serve.config import EngineConfig, ModelConfig, SchedulerConfig
-from serve.core.executor.uniproc import UniprocExecutor
-from serve.core.proc import EngineCoreProc
-from serve.kernels.attention import AttentionMetadata, KVCache
-from serve.models.layers.embedding import PromptEmbeds
 from serve.sampling_params import SamplingParams
 from serve.wire import sockets
 from serve.wire.codec import MsgpackDecoder, MsgpackEncoder
 from serve.wire.frontend import EngineCoreOutputs, EngineCoreRequest, EngineInit, RequestType
-from serve.worker.worker import Worker
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 8192
@@ -51,28 +43,6 @@ THREADS = {
     "EngineCoreOutput": "encode_send",
     "EngineCoreInput": "receive",
 }
-
-
-class FreeModel:
-    """A model without layers: hidden states and logits are ready before anybody asks."""
-
-    def __init__(self, max_num_tokens: int) -> None:
-        self.num_kv_heads, self.head_size, self.num_layers = 1, 16, 1
-        self._hidden = torch.zeros((max_num_tokens, 1))
-        self._logits = torch.randn((max_num_tokens, VOCAB_SIZE), generator=torch.Generator().manual_seed(0))
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        meta: AttentionMetadata,
-        prompt_embeds: PromptEmbeds | None = None,
-    ) -> Tensor:
-        return self._hidden[: meta.num_tokens]
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self._logits[: len(hidden_states)]
 
 
 def make_init(batch: int, addresses: list[str]) -> EngineInit:
@@ -98,26 +68,9 @@ def make_init(batch: int, addresses: list[str]) -> EngineInit:
 
 def run_engine(batch: int, addresses: list[str]) -> None:
     """Run the engine core until it is terminated; its threads' ids go to stdout once they run."""
-    init = make_init(batch, addresses)
-    executor = UniprocExecutor(
-        lambda config, checkpoint: Worker(config, checkpoint, load=lambda *_: FreeModel(8192)),
-        init.config,
-        init.checkpoint,
-    )
-    proc = EngineCoreProc(init, executor)
-
-    def report() -> None:
-        while len(ids := {t.name: t.native_id for t in threading.enumerate() if t.name in THREADS}) < len(THREADS):
-            time.sleep(0.01)
-        print(json.dumps(ids), flush=True)
-
-    threading.Thread(target=report, daemon=True).start()
+    proc = new_engine(make_init(batch, addresses), lambda: FreeModel(VOCAB_SIZE))
+    print_thread_ids(list(THREADS))
     proc.run()
-
-
-def cpu_us(pid: int, thread_id: int) -> float:
-    """Give the CPU microseconds that a thread has used."""
-    return int(Path(f"/proc/{pid}/task/{thread_id}/schedstat").read_text().split()[0]) / 1e3
 
 
 @dataclass
@@ -132,9 +85,8 @@ class Engine:
     def cpu(self) -> dict[str, float]:
         """Give the CPU microseconds of the named threads and of all together."""
         pid = self.process.pid
-        times = {THREADS[name]: cpu_us(pid, thread_id) for name, thread_id in self.threads.items()}
-        times["total"] = sum(cpu_us(pid, int(path.name)) for path in Path(f"/proc/{pid}/task").iterdir())
-        return times
+        times = {THREADS[name]: cpu_seconds(pid, thread_id) for name, thread_id in self.threads.items()}
+        return {name: seconds * 1e6 for name, seconds in (*times.items(), ("total", cpu_seconds(pid)))}
 
 
 def measure(batch: int, num_waiting: int, num_steps: int) -> dict[str, float]:
