@@ -38,6 +38,7 @@ class FreeModel:
         self._step = 0
         self._hidden = torch.zeros((MAX_STEP_TOKENS, 1))
         self._logits = torch.zeros((128, vocab_size))
+        self._table = self._logits.numpy()
 
     def forward(
         self,
@@ -53,9 +54,9 @@ class FreeModel:
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         text = self._text
-        self._logits[:, text[self._step % len(text)]] = 0.0
+        self._table[:, text[self._step % len(text)]] = 0.0
         self._step += 1
-        self._logits[:, text[self._step % len(text)]] = 1.0
+        self._table[:, text[self._step % len(text)]] = 1.0
         return self._logits[: len(hidden_states)]
 
 
