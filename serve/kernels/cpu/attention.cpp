@@ -7,14 +7,17 @@
 // What else is in the batch, how a prompt was split into steps and how many threads there are can
 // therefore not change a bit of a row.
 
+#include "attention.h"
+
 #include <algorithm>
 #include <limits>
 #include <new>
 #include <vector>
 
+#include "batch_checks.h"
+#include "entry_points.h"
 #include "kv_cache.h"
 #include "pool.h"
-#include "status.h"
 
 namespace serve {
 namespace {
@@ -27,18 +30,12 @@ constexpr int kAccumulators = kNative == 16 ? 16 : 12;
 constexpr int64_t kMinParallelWork = 150000;  // multiply-adds that pay for waking a helper
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-struct Batch {
+// One call: the batch with its queries and options.
+struct Batch : AttentionBatch {
   const float* query;  // [num_tokens][num_heads][head_size], rows query_stride apart
   float* out;
   int64_t query_stride;
   int64_t out_stride;
-  const int32_t* query_start_loc;
-  const int32_t* seq_lens;
-  const int32_t* block_table;
-  int64_t block_table_stride;
-  int64_t max_blocks;
-  int64_t num_reqs;
-  int64_t num_tokens;
   int num_heads;
   float scale;
   int window;  // keys that a query sees, itself included; 0 = all
@@ -244,27 +241,13 @@ class Attention {
   Attention(const CacheView<T>& cache, const Batch& batch)
       : cache_(cache), batch_(batch), group_size_(batch.num_heads / cache.num_kv_heads) {}
 
-  // Checks the batch and cuts it into items.
-  Status plan(Fault* fault) {
-    const int32_t* starts = batch_.query_start_loc;
+  // Cuts the batch into items.
+  void plan() {
     for (int64_t request = 0; request < batch_.num_reqs; request++) {
-      if (starts[request] < 0 || starts[request + 1] < starts[request] ||
-          starts[request + 1] > batch_.num_tokens) {
-        *fault = Fault{request, starts[request + 1], 0};
-        return kBadQueryStart;
-      }
-      const int query_len = starts[request + 1] - starts[request];
-      if (query_len == 0) continue;
-      const int64_t seq_len = batch_.seq_lens[request];
-      if (seq_len < query_len || seq_len > batch_.max_blocks * cache_.block_size) {
-        *fault = Fault{request, seq_len, 0};
-        return kBadSeqLen;
-      }
-      const Status status = check_blocks((int)request, query_len, (int)seq_len, fault);
-      if (status != kOk) return status;
-      add_items((int)request, query_len, (int)seq_len);
+      const int32_t* start = batch_.query_start_loc + request;
+      const int query_len = start[1] - start[0];
+      if (query_len > 0) add_items((int)request, query_len, batch_.seq_lens[request]);
     }
-    return kOk;
   }
 
   void run() {
@@ -281,19 +264,6 @@ class Attention {
   }
 
  private:
-  Status check_blocks(int request, int query_len, int seq_len, Fault* fault) const {
-    const int first_key = batch_.first_key(seq_len - query_len);
-    const int32_t* table = batch_.block_table + request * batch_.block_table_stride;
-    const int end = (seq_len + cache_.block_size - 1) / cache_.block_size;
-    for (int i = first_key / cache_.block_size; i < end; i++) {
-      if (table[i] < 0 || table[i] >= cache_.num_blocks) {
-        *fault = Fault{request, i, table[i]};
-        return kBadBlock;
-      }
-    }
-    return kOk;
-  }
-
   void add_items(int request, int query_len, int seq_len) {
     const int num_rows = query_len * group_size_;
     for (int row = 0; row < num_rows; row += kItemRows) {
@@ -475,43 +445,45 @@ class Attention {
 };
 
 template <typename T>
-Status attend(const CacheView<T>& cache, const Batch& batch, Fault* fault) {
+Status attend(const CacheView<T>& cache, const Batch& batch) {
   try {
     Attention<T> attention(cache, batch);
-    const Status status = attention.plan(fault);
-    if (status == kOk) attention.run();
-    return status;
+    attention.plan();
+    attention.run();
+    return kOk;
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;
   }
 }
 
 }  // namespace
+
+Status paged_attention(const float* query, float* out, int64_t query_stride, int64_t out_stride,
+                       int num_heads, const AttentionBatch& batch, const AttentionOptions& options,
+                       const CacheDescription& cache) {
+  const Batch call{batch,     query,         out,           query_stride, out_stride,
+                   num_heads, options.scale, options.window};
+  switch (cache.type) {
+    case kFloat32: return attend(view_as<float>(cache), call);
+    case kBfloat16: return attend(view_as<Bf16>(cache), call);
+    default: return attend(view_as<Fp16>(cache), call);
+  }
+}
+
 }  // namespace serve
 
 // Checks the whole batch first; when it refuses, out is untouched.
-SERVE_API int32_t serve_paged_attention(
-    const float* query, float* out, int64_t query_stride, int64_t out_stride,
-    const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table,
-    int64_t block_table_stride, int64_t max_blocks, int64_t num_reqs, int64_t num_tokens,
-    int32_t num_heads, float scale, int32_t window, void* key_cache, void* value_cache,
-    int32_t cache_type, int64_t num_blocks, int32_t block_size, int32_t num_kv_heads,
-    int32_t head_size, serve::Fault* fault) {
+SERVE_API serve::Status serve_paged_attention(
+    const float* query, float* out, int64_t query_stride, int64_t out_stride, int32_t num_heads,
+    const serve::AttentionBatch* batch, const serve::AttentionOptions* options,
+    const serve::CacheDescription* cache, serve::Fault* fault) {
   using namespace serve;
-  const Batch batch{query,     out,         query_stride,       out_stride, query_start_loc,
-                    seq_lens,  block_table, block_table_stride, max_blocks, num_reqs,
-                    num_tokens, num_heads,  scale,              window};
-  if (cache_type == kFloat32) {
-    const CacheView<float> cache{(float*)key_cache, (float*)value_cache, num_blocks,
-                                 block_size, num_kv_heads, head_size};
-    return attend(cache, batch, fault);
+  Status status = check_cache(*cache, fault);
+  if (status == kOk) status = check_requests(*batch, *cache, options->window, fault);
+  if (status != kOk) return status;
+  if (num_heads <= 0 || num_heads % cache->num_kv_heads != 0) {
+    *fault = Fault{num_heads, cache->num_kv_heads, 0};
+    return kBadHeads;
   }
-  if (cache_type == kBfloat16) {
-    const CacheView<Bf16> cache{(Bf16*)key_cache, (Bf16*)value_cache, num_blocks,
-                                block_size, num_kv_heads, head_size};
-    return attend(cache, batch, fault);
-  }
-  const CacheView<Fp16> cache{(Fp16*)key_cache, (Fp16*)value_cache, num_blocks,
-                              block_size, num_kv_heads, head_size};
-  return attend(cache, batch, fault);
+  return paged_attention(query, out, query_stride, out_stride, num_heads, *batch, *options, *cache);
 }

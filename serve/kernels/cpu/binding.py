@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 3
+ABI_VERSION = 4
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -20,12 +20,13 @@ BAD_QUERY_START = 4
 BAD_SEQ_LEN = 5
 BAD_BLOCK = 6
 BAD_ROW = 7
+BAD_CACHE = 8
+BAD_HEADS = 9
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
 _FLOAT = ctypes.c_float
-_CACHE = (_PTR, _PTR, _I32, _I64, _I32, _I32, _I32)
 
 # Entry point -> result and argument types, in the order of the C declaration.
 SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, tuple[type, ...]]] = {
@@ -45,11 +46,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_quantize_rows": (None, (_PTR, _I64, _PTR, _I64, _I64)),
     "serve_quantized_linear": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
-    "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _I64, *_CACHE, _PTR)),
-    "serve_paged_attention": (
-        _I32,
-        (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I32, _FLOAT, _I32, *_CACHE, _PTR),
-    ),
+    "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR)),
+    "serve_paged_attention": (_I32, (_PTR, _PTR, _I64, _I64, _I32, _PTR, _PTR, _PTR, _PTR)),
 }
 
 

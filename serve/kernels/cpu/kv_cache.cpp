@@ -2,8 +2,9 @@
 
 #include "kv_cache.h"
 
+#include "batch_checks.h"
+#include "entry_points.h"
 #include "pool.h"
-#include "status.h"
 
 namespace serve {
 namespace {
@@ -37,23 +38,10 @@ inline void narrow(float value, Fp16* target) {
 #endif
 }
 
-struct NewTokens {
-  const float* key;
-  const float* value;
-  int64_t key_stride;  // floats from token to token
-  int64_t value_stride;
-  const int64_t* slot_mapping;
-  int64_t num_tokens;
-};
-
 template <typename T>
-void write_token(const CacheView<T>& cache, const NewTokens& tokens, int64_t token) {
-  const int64_t slot = tokens.slot_mapping[token];
-  if (slot < 0) return;
+void write_token(const CacheView<T>& cache, const float* key, const float* value, int64_t slot) {
   const int64_t block = slot / cache.block_size;
   const int offset = (int)(slot % cache.block_size);
-  const float* key = tokens.key + token * tokens.key_stride;
-  const float* value = tokens.value + token * tokens.value_stride;
   for (int head = 0; head < cache.num_kv_heads; head++) {
     T* key_lane = cache.key_tile(block, head, offset) + offset % kLanes;
     T* value_row = cache.value_row(block, head, offset);
@@ -64,48 +52,38 @@ void write_token(const CacheView<T>& cache, const NewTokens& tokens, int64_t tok
   }
 }
 
-template <typename T>
-void write_tokens(const CacheView<T>& cache, const NewTokens& tokens) {
+}  // namespace
+
+void write_token_kv(const float* key, const float* value, int64_t slot,
+                    const CacheDescription& cache) {
+  if (slot < 0) return;
+  switch (cache.type) {
+    case kFloat32: return write_token(view_as<float>(cache), key, value, slot);
+    case kBfloat16: return write_token(view_as<Bf16>(cache), key, value, slot);
+    default: return write_token(view_as<Fp16>(cache), key, value, slot);
+  }
+}
+
+void write_kv(const float* key, const float* value, int64_t key_stride, int64_t value_stride,
+              const AttentionBatch& batch, const CacheDescription& cache) {
   constexpr int64_t kMinTokens = 64;
-  parallel_for(tokens.num_tokens, kMinTokens, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; token++) write_token(cache, tokens, token);
+  parallel_for(batch.num_tokens, kMinTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; token++) {
+      write_token_kv(key + token * key_stride, value + token * value_stride,
+                     batch.slot_mapping[token], cache);
+    }
   });
 }
 
-template <typename T>
-CacheView<T> view_cache(void* key, void* value, int64_t num_blocks, int block_size,
-                        int num_kv_heads, int head_size) {
-  return CacheView<T>{(T*)key, (T*)value, num_blocks, block_size, num_kv_heads, head_size};
-}
-
-}  // namespace
 }  // namespace serve
 
 // Checks every slot before the first write, so that a bad one leaves the cache as it was.
-SERVE_API int32_t serve_write_kv(const float* key, const float* value, int64_t key_stride,
-                                 int64_t value_stride, const int64_t* slot_mapping,
-                                 int64_t num_tokens, void* key_cache, void* value_cache,
-                                 int32_t cache_type, int64_t num_blocks, int32_t block_size,
-                                 int32_t num_kv_heads, int32_t head_size, serve::Fault* fault) {
+SERVE_API serve::Status serve_write_kv(const float* key, const float* value, int64_t key_stride,
+                                       int64_t value_stride, const serve::AttentionBatch* batch,
+                                       const serve::CacheDescription* cache, serve::Fault* fault) {
   using namespace serve;
-  const int64_t num_slots = num_blocks * block_size;
-  for (int64_t token = 0; token < num_tokens; token++) {
-    const int64_t slot = slot_mapping[token];
-    if (slot < -1 || slot >= num_slots) {
-      *fault = Fault{token, slot, 0};
-      return kBadSlot;
-    }
-  }
-  const NewTokens tokens{key, value, key_stride, value_stride, slot_mapping, num_tokens};
-  if (cache_type == kFloat32) {
-    write_tokens(view_cache<float>(key_cache, value_cache, num_blocks, block_size, num_kv_heads,
-                                   head_size), tokens);
-  } else if (cache_type == kBfloat16) {
-    write_tokens(view_cache<Bf16>(key_cache, value_cache, num_blocks, block_size, num_kv_heads,
-                                  head_size), tokens);
-  } else {
-    write_tokens(view_cache<Fp16>(key_cache, value_cache, num_blocks, block_size, num_kv_heads,
-                                  head_size), tokens);
-  }
-  return kOk;
+  Status status = check_cache(*cache, fault);
+  if (status == kOk) status = check_slots(*batch, *cache, fault);
+  if (status == kOk) write_kv(key, value, key_stride, value_stride, *batch, *cache);
+  return status;
 }

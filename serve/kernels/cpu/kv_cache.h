@@ -7,6 +7,7 @@
 // sum of values needs none either.
 #pragma once
 
+#include "cache_description.h"
 #include "lanes.h"
 
 namespace serve {
@@ -38,5 +39,21 @@ struct CacheView {
     return value + ((block * num_kv_heads + head) * block_size + offset) * value_size();
   }
 };
+
+template <typename T>
+inline CacheView<T> view_as(const CacheDescription& cache) {
+  return CacheView<T>{(T*)cache.key,    (T*)cache.value,    cache.num_blocks,
+                      cache.block_size, cache.num_kv_heads, cache.head_size};
+}
+
+// Stores one token's key and value [num_kv_heads][head_size] in its slot, without checks; a
+// negative slot skips it.
+void write_token_kv(const float* key, const float* value, int64_t slot,
+                    const CacheDescription& cache);
+
+// Stores all tokens of a batch that has passed check_slots, on several threads; tokens lie
+// key_stride and value_stride floats apart.
+void write_kv(const float* key, const float* value, int64_t key_stride, int64_t value_stride,
+              const AttentionBatch& batch, const CacheDescription& cache);
 
 }  // namespace serve

@@ -1,12 +1,12 @@
 // What the loader asks of the library itself.
 
+#include "entry_points.h"
 #include "pool.h"
-#include "status.h"
 
 namespace {
 
 // Raised with every change of an entry point, together with ABI_VERSION in binding.py.
-constexpr int32_t kAbiVersion = 3;
+constexpr int32_t kAbiVersion = 4;
 
 }  // namespace
 

@@ -5,8 +5,11 @@
 // input by input in equal chunks of at most kMaxChunk, so a row is the same to the bit in every
 // batch and with any number of threads.
 
+#include "linear.h"
+
 #include <algorithm>
 
+#include "entry_points.h"
 #include "lanes.h"
 #include "pool.h"
 #include "status.h"
@@ -32,20 +35,9 @@ constexpr int tiles_for(int num_rows) {
   return fit < 1 ? 1 : fit > kMaxTiles ? kMaxTiles : fit;
 }
 
-struct Problem {
-  const float* x;
-  int64_t x_stride;
-  const float* weight;
-  const float* bias;  // may be null
-  float* out;
-  int64_t num_rows;
-  int64_t num_in;
-  int64_t num_out;
-};
-
 // Adds the products of inputs [first, last) for kRows rows and kTiles tiles to out.
 template <int kRows, int kTiles>
-SERVE_INLINE void block(const Problem& p, int64_t row, int64_t tile, int64_t first, int64_t last) {
+SERVE_INLINE void block(const DenseProduct& p, int64_t row, int64_t tile, int64_t first, int64_t last) {
   Lanes sums[kRows][kTiles];
   for (int r = 0; r < kRows; r++) {
     for (int t = 0; t < kTiles; t++) sums[r][t] = splat(0.0f);
@@ -69,7 +61,7 @@ SERVE_INLINE void block(const Problem& p, int64_t row, int64_t tile, int64_t fir
     const int64_t output = (tile + t) * kLanes;
     const int64_t count = p.num_out - output;
     for (int r = 0; r < kRows; r++) {
-      float* target = p.out + (row + r) * p.num_out + output;
+      float* target = p.out + (row + r) * p.out_stride + output;
       Lanes total = sums[r][t];
       if (first > 0) {
         total = load_some(target, count) + total;
@@ -82,7 +74,7 @@ SERVE_INLINE void block(const Problem& p, int64_t row, int64_t tile, int64_t fir
 }
 
 template <int kRows>
-SERVE_INLINE void rows(const Problem& p, int64_t row, int64_t begin, int64_t end, int64_t first,
+SERVE_INLINE void rows(const DenseProduct& p, int64_t row, int64_t begin, int64_t end, int64_t first,
                        int64_t last) {
   constexpr int kTiles = tiles_for(kRows);
   int64_t tile = begin;
@@ -92,7 +84,7 @@ SERVE_INLINE void rows(const Problem& p, int64_t row, int64_t begin, int64_t end
 
 // Picks the block height at run time; count is at most kRows.
 template <int kRows>
-SERVE_INLINE void some_rows(int count, const Problem& p, int64_t row, int64_t begin, int64_t end,
+SERVE_INLINE void some_rows(int count, const DenseProduct& p, int64_t row, int64_t begin, int64_t end,
                             int64_t first, int64_t last) {
   if constexpr (kRows > 1) {
     if (count < kRows) return some_rows<kRows - 1>(count, p, row, begin, end, first, last);
@@ -100,7 +92,9 @@ SERVE_INLINE void some_rows(int count, const Problem& p, int64_t row, int64_t be
   rows<kRows>(p, row, begin, end, first, last);
 }
 
-void tiles(const Problem& p, int64_t begin, int64_t end) {
+}  // namespace
+
+void dense_tiles(const DenseProduct& p, int64_t begin, int64_t end) {
   const int64_t num_chunks = std::max<int64_t>((p.num_in + kMaxChunk - 1) / kMaxChunk, 1);
   const int64_t chunk = (p.num_in + num_chunks - 1) / num_chunks;
   // Whole blocks: a tile that is left over runs alone and slowly.
@@ -119,7 +113,6 @@ void tiles(const Problem& p, int64_t begin, int64_t end) {
   }
 }
 
-}  // namespace
 }  // namespace serve
 
 // out [num_rows][num_out] = x [num_rows][num_in] times weight, plus bias [num_out] unless null.
@@ -128,12 +121,12 @@ SERVE_API void serve_linear(const float* x, int64_t x_stride, const float* weigh
                             const float* bias, float* out, int64_t num_rows, int64_t num_in,
                             int64_t num_out) {
   using namespace serve;
-  const Problem problem{x, x_stride, weight, bias, out, num_rows, num_in, num_out};
+  const DenseProduct product{x, x_stride, weight, bias, out, num_out, num_rows, num_in, num_out};
   const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;
   const int64_t products_per_tile = num_rows * num_in * kLanes + 1;
   const int64_t min_tiles = std::max<int64_t>(kMinProducts / products_per_tile + 1, kMaxTiles);
   parallel_for(num_tiles, min_tiles,
-               [&](int64_t begin, int64_t end) { tiles(problem, begin, end); });
+               [&](int64_t begin, int64_t end) { dense_tiles(product, begin, end); });
 }
 
 // Repacks weight [num_out][num_in] into packed [ceil(num_out / 16)][num_in][16], zero padded.

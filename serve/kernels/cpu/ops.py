@@ -13,12 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
 from serve.kernels.block_formats import TILE_FORMATS
-from serve.kernels.cpu import binding
+from serve.kernels.cpu import binding, descriptions
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
 from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, empty_quantized_weight
-
-CACHE_TYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -211,15 +209,14 @@ def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -
     checks.check_kv_write(key, value, cache, slot_mapping)
     key, value = _plain_float_heads(key), _plain_float_heads(value)
     slot_mapping = slot_mapping.contiguous()
-    fault = binding.Fault()
+    batch, layer, fault = descriptions.describe_slots(slot_mapping), descriptions.describe_cache(cache), binding.Fault()
     status = binding.library().serve_write_kv(
         key.data_ptr(),
         value.data_ptr(),
         key.stride(0),
         value.stride(0),
-        slot_mapping.data_ptr(),
-        slot_mapping.shape[0],
-        *_cache_arguments(cache),
+        ctypes.addressof(batch),
+        ctypes.addressof(layer),
         ctypes.addressof(fault),
     )
     if status != binding.OK:
@@ -245,26 +242,17 @@ def paged_attention(
     plain_query = _plain_float_heads(query)
     is_direct = out.dtype == torch.float32 and _has_plain_heads(out)
     plain_out = out if is_direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    table = meta.block_table
-    if table.stride(1) != 1 or not meta.query_start_loc.is_contiguous() or not meta.seq_lens.is_contiguous():
-        raise ValueError("query_start_loc, seq_lens and the rows of block_table must be contiguous")
-    fault = binding.Fault()
+    batch, layer, fault = descriptions.describe_batch(meta), descriptions.describe_cache(cache), binding.Fault()
+    options = descriptions.AttentionOptions(scale=scale, window=checks.window_size(window))
     status = binding.library().serve_paged_attention(
         plain_query.data_ptr(),
         plain_out.data_ptr(),
         plain_query.stride(0),
         plain_out.stride(0),
-        meta.query_start_loc.data_ptr(),
-        meta.seq_lens.data_ptr(),
-        table.data_ptr(),
-        table.stride(0),
-        table.shape[1],
-        meta.num_reqs,
-        meta.num_tokens,
         query.shape[1],
-        scale,
-        checks.window_size(window),
-        *_cache_arguments(cache),
+        ctypes.addressof(batch),
+        ctypes.addressof(options),
+        ctypes.addressof(layer),
         ctypes.addressof(fault),
     )
     if status != binding.OK:
@@ -297,19 +285,6 @@ def _attention_error(status: int, fault: binding.Fault, cache: KVCache, meta: At
         return checks.block_error(fault.a, fault.b, fault.c, cache.num_blocks)
     assert status == binding.OUT_OF_MEMORY, f"unknown status {status} of serve_paged_attention"
     return MemoryError("no memory left for the partial sums of attention")
-
-
-def _cache_arguments(cache: KVCache) -> tuple[int, int, int, int, int, int, int]:
-    """Give the arguments that describe a cache, in the order of the C declarations."""
-    return (
-        cache.key.data_ptr(),
-        cache.value.data_ptr(),
-        CACHE_TYPE[cache.dtype],
-        cache.num_blocks,
-        cache.block_size,
-        cache.num_kv_heads,
-        cache.head_size,
-    )
 
 
 def _has_plain_heads(heads: Tensor) -> bool:

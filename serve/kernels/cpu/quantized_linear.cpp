@@ -5,9 +5,12 @@
 // exact integer sum; the groups of an output are added in their order as floats. A row is therefore
 // the same to the bit in every batch and with any number of threads.
 
+#include "quantized_linear.h"
+
 #include <algorithm>
 #include <limits>
 
+#include "entry_points.h"
 #include "pool.h"
 #include "quantized_tile.h"
 #include "status.h"
@@ -183,25 +186,39 @@ void tiles(const Problem& p, int64_t begin, int64_t end) {
 }
 
 }  // namespace
+
+int64_t quantized_row_bytes(int64_t num_in) { return Rows{nullptr, num_in}.stride(); }
+
+void quantize_row(const float* x, uint8_t* row, int64_t num_in) {
+  int16_t* codes = (int16_t*)row;
+  BlockInfo* infos = (BlockInfo*)(codes + num_in);
+  for (int64_t b = 0; b < num_in / kBlockInputs; b++) {
+    quantize_block(x + b * kBlockInputs, codes + b * kBlockInputs, infos + b);
+  }
+}
+
+void quantized_tiles(const QuantizedProduct& product, int64_t begin, int64_t end) {
+  const Problem problem{Rows{product.rows, product.num_in}, product.weight,   product.bias,
+                        product.out,                        product.out_stride, product.num_rows,
+                        product.num_in,                     product.num_out};
+  with_tile(product.type, [&](auto tile) { tiles<decltype(tile)>(problem, begin, end); });
+}
+
 }  // namespace serve
 
 // Gives the bytes that serve_quantize_rows writes for each row.
 SERVE_API int64_t serve_quantized_row_bytes(int64_t num_in) {
-  return serve::Rows{nullptr, num_in}.stride();
+  return serve::quantized_row_bytes(num_in);
 }
 
 // Turns rows of x, x_stride floats apart, into integers; num_in is a multiple of 32.
 SERVE_API void serve_quantize_rows(const float* x, int64_t x_stride, uint8_t* rows, int64_t num_rows,
                                    int64_t num_in) {
   using namespace serve;
-  const Rows target{rows, num_in};
+  const int64_t row_bytes = quantized_row_bytes(num_in);
   parallel_for(num_rows, kMinInputs / (num_in + 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      int16_t* codes = (int16_t*)(rows + row * target.stride());
-      BlockInfo* infos = (BlockInfo*)(codes + num_in);
-      for (int64_t b = 0; b < num_in / kBlockInputs; b++) {
-        quantize_block(x + row * x_stride + b * kBlockInputs, codes + b * kBlockInputs, infos + b);
-      }
+      quantize_row(x + row * x_stride, rows + row * row_bytes, num_in);
     }
   });
 }
@@ -213,12 +230,10 @@ SERVE_API void serve_quantized_linear(int32_t type, const uint8_t* rows, const u
                                       int64_t num_rows, int64_t num_in, int64_t num_out) {
   using namespace serve;
   if (num_rows <= 0) return;
-  const Problem problem{Rows{rows, num_in}, weight, bias, out, out_stride, num_rows, num_in, num_out};
+  const QuantizedProduct product{type,       rows,     weight, bias,   out,
+                                 out_stride, num_rows, num_in, num_out};
   const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;
   const int64_t min_tiles = kMinProducts / (num_rows * num_in * kLanes + 1) + 1;
-  with_tile(type, [&](auto tile) {
-    parallel_for(num_tiles, min_tiles, [&](int64_t begin, int64_t end) {
-      tiles<decltype(tile)>(problem, begin, end);
-    });
-  });
+  parallel_for(num_tiles, min_tiles,
+               [&](int64_t begin, int64_t end) { quantized_tiles(product, begin, end); });
 }

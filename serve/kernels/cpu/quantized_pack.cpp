@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "entry_points.h"
 #include "pool.h"
 #include "quantized_tile.h"
 #include "status.h"

@@ -14,6 +14,8 @@ enum Status : int32_t {
   kBadSeqLen = 5,        // fault: request, value
   kBadBlock = 6,         // fault: request, block index, block id
   kBadRow = 7,           // fault: place, row
+  kBadCache = 8,         // fault: type, block size, head size
+  kBadHeads = 9,         // fault: query heads, kv heads
 };
 
 // Names the offending value; the meaning of a, b and c goes with the Status.
@@ -22,8 +24,6 @@ struct Fault {
   int64_t b;
   int64_t c;
 };
-
-enum CacheType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 }  // namespace serve
 
