@@ -41,7 +41,7 @@ PROMPT_TOKENS = 64
 WARM_UP_STEPS = 200
 THREADS = {
     "MainThread": "schedule_update",
-    "worker_0": "inputs_sampling",
+    "worker": "inputs_sampling",
     "EngineCoreOutput": "encode_send",
     "EngineCoreInput": "receive",
 }

@@ -11,7 +11,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +18,7 @@ from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
 from serve.core.block_hash import BlockHasher
 from serve.core.executor.base import Executor
+from serve.core.executor.worker_thread import Pending
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.kv_cache_sizing import CacheSize, size_kv_cache
 from serve.core.request import Request, RequestStatus
@@ -37,11 +37,11 @@ _NOTHING: Final[ClientOutputs] = {}
 
 @dataclass(slots=True)
 class _Batch:
-    """A step in flight; sample is None when the step has no token, or while its sampling is deferred."""
+    """A step in flight; sample is None when execute does it all, or while the sampling is deferred."""
 
     step: SchedulerOutput
-    execute: Future[ModelRunnerOutput | None]
-    sample: Future[ModelRunnerOutput] | None
+    execute: Pending[ModelRunnerOutput] | Pending[ModelRunnerOutput | None]
+    sample: Pending[ModelRunnerOutput] | None = None
     is_deferred: bool = False
 
     def result(self) -> ModelRunnerOutput:
@@ -201,22 +201,19 @@ class EngineCore:
         return self._fold_oldest(), True
 
     def _dispatch(self, plan: SchedulerOutput) -> None:
-        execute = self._executor.execute_model(plan)
-        samples = plan.total_num_scheduled_tokens > 0 and not self._is_pooling
-        is_deferred = plan.has_pending_structured_tokens
-        batch = _Batch(plan, execute, None, is_deferred)
+        if not plan.structured_req_ids:
+            self._batches.append(_Batch(plan, self._executor.run_step(plan)))
+            return
+        batch = _Batch(plan, self._executor.execute_model(plan), is_deferred=plan.has_pending_structured_tokens)
         self._batches.append(batch)
-        if samples and not is_deferred:
+        if not batch.is_deferred:
             self._sample(batch)
 
     def _sample(self, batch: _Batch) -> None:
         """Start the sampling of a step; masks are filled while its forward pass runs."""
-        grammar_output = None
-        if batch.step.structured_req_ids:
-            requests = self.scheduler.requests
-            alive = [requests[req_id] for req_id in batch.step.structured_req_ids if req_id in requests]
-            grammar_output = self.structured.fill(alive)
-        batch.sample = self._executor.sample_tokens(grammar_output)
+        requests = self.scheduler.requests
+        alive = [requests[req_id] for req_id in batch.step.structured_req_ids if req_id in requests]
+        batch.sample = self._executor.sample_tokens(self.structured.fill(alive))
         batch.is_deferred = False
 
     def _fold_oldest(self) -> ClientOutputs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Protocol
 
 from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
+from serve.core.executor.worker_thread import Pending
 from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
 
 
@@ -70,10 +70,13 @@ class Executor(Protocol):
     def describe(self) -> tuple[str, str]:
         """Give the names of the compute type and of the device."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+    def run_step(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput]:
+        """Start a step whose sampling needs no mask: one call to the worker instead of the two below."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput | None]:
         """Start the forward pass of a step."""
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Start the sampling of the step executed last."""
 
     def shutdown(self) -> None:
