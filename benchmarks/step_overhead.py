@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.free_model import FreeModel, cpu_seconds, new_engine, print_thread_ids
 from serve.checkpoint import Checkpoint, ModelArch
-from serve.config import EngineConfig, ModelConfig, SchedulerConfig
+from serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from serve.sampling_params import SamplingParams
 from serve.wire import sockets
 from serve.wire.codec import MsgpackDecoder, MsgpackEncoder
@@ -64,7 +64,11 @@ def make_init(batch: int, addresses: list[str]) -> EngineInit:
     )
     checkpoint = Checkpoint(name="free", root=".", format="safetensors", weight_files=(), arch=arch)
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=batch, long_prefill_token_threshold=0)
-    config = EngineConfig(model=ModelConfig(max_model_len=MAX_MODEL_LEN, dtype="float32"), scheduler=scheduler)
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=MAX_MODEL_LEN, dtype="float32"),
+        cache=CacheConfig(num_gpu_blocks_override=batch * MAX_MODEL_LEN // 16 + 64),
+        scheduler=scheduler,
+    )
     return EngineInit(config, checkpoint, addresses[:1], addresses[1:])
 
 

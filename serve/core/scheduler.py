@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from serve.config import SchedulerConfig
+from serve.core.block_pool import KVCacheBlock
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.request import Request, RequestStatus, find_stop
 from serve.core.request_queue import make_queue
@@ -36,6 +37,7 @@ from serve.wire.step import CachedRequestData, ModelRunnerOutput, NewRequestData
 ClientOutputs = dict[int, EngineCoreOutputs]
 
 _MAX_RESERVE_SHIFT: Final = 16
+_NO_BLOCKS: Final[list[KVCacheBlock]] = []
 
 
 class PauseState(enum.Enum):
@@ -193,14 +195,19 @@ class Scheduler:
         index = 0
         while index < len(running) and budget.num_tokens > 0:
             request = running[index]
-            num_wanted = len(request.all_token_ids) + request.num_output_placeholders - request.num_computed_tokens
+            num_computed = request.num_computed_tokens
+            num_wanted = len(request.all_token_ids) + request.num_output_placeholders - num_computed
             # The last token that fits the context is never computed, but by a prompt that is all there is to compute.
             longest = self.max_model_len - (request.pooling_params is None)
-            num_new = budget.cap(min(num_wanted, longest - request.num_computed_tokens))
+            num_new = min(num_wanted, longest - num_computed)
+            if num_new > 1:
+                num_new = budget.cap(num_new)
             if num_new <= 0 or (request.num_output_placeholders and _is_sure_to_finish(request)):
                 index += 1
                 continue
-            new_blocks = kv.allocate_slots(request, num_new)
+            # Most requests of most steps want one token, and have a slot for it.
+            has_slot = num_new == 1 and num_computed < request.num_slots
+            new_blocks = _NO_BLOCKS if has_slot else kv.allocate_slots(request, num_new)
             while new_blocks is None and request.status is RequestStatus.RUNNING:
                 victim_index = self._choose_victim()
                 index -= victim_index < index
@@ -337,10 +344,10 @@ class Scheduler:
     def _advance(self, plan: _StepPlan) -> list[tuple[Request, bool]]:
         """Count the scheduled tokens as computed; a request with none left gets a placeholder for its next token."""
         entries = []
-        for request in chain(plan.cached, plan.new):
-            request.num_computed_tokens += plan.num_scheduled[request.req_id]
-            num_known = len(request.all_token_ids) + request.num_output_placeholders
-            samples = request.num_computed_tokens >= num_known
+        # num_scheduled has the same order.
+        for request, num_new in zip(chain(plan.cached, plan.new), plan.num_scheduled.values(), strict=True):
+            request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
+            samples = num_computed >= len(request.all_token_ids) + request.num_output_placeholders
             if samples:
                 if request.constraint is not None:
                     _note_constraint(request, plan)
