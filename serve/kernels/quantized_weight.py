@@ -76,11 +76,17 @@ class QuantizedWeight:
         return tiles[place]
 
 
+def quantized_shape(type_name: str, num_out: int, num_in: int) -> tuple[int, int, int]:
+    """Give the shape of a packed weight's data; KeyError for an unknown type, ValueError for parts of blocks."""
+    layout = TILE_FORMATS[type_name]
+    if num_in % layout.unit_inputs:
+        raise ValueError(f"{num_in} inputs are not whole blocks of {layout.unit_inputs}, as {type_name} needs")
+    return -(-num_out // WEIGHT_LANES), num_in // layout.unit_inputs, unit_bytes(layout)
+
+
 def empty_quantized_weight(type_name: str, num_out: int, num_in: int) -> QuantizedWeight:
     """Reserve memory for a packed weight; the caller fills all of it."""
-    layout = TILE_FORMATS[type_name]
-    num_tiles = (num_out + WEIGHT_LANES - 1) // WEIGHT_LANES
-    data = torch.empty(num_tiles, num_in // layout.unit_inputs, unit_bytes(layout), dtype=torch.uint8)
+    data = torch.empty(quantized_shape(type_name, num_out, num_in), dtype=torch.uint8)
     return QuantizedWeight(data, type_name, num_out, num_in)
 
 

@@ -22,7 +22,7 @@ from serve.models.layers.embedding import (
     PlainEmbedding,
     PromptEmbeds,
     QuantizedEmbedding,
-    tied_embedding,
+    load_tied_embedding,
 )
 from serve.models.layers.linear import LinearLayer, QuantizedLinear, load_linear
 from serve.models.layers.norm import RMSNorm
@@ -154,7 +154,7 @@ def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, Ou
         head = QuantizedLinear(parts) if is_tied else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
     if is_tied:
-        return tied_embedding(loader.parameter(name))
+        return load_tied_embedding(loader, name)
     return PlainEmbedding(loader.parameter(name)), OutputHead(load_linear(loader, "lm_head"))
 
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cache_description.h"
+#include "pool.h"
 #include "status.h"
 
 // library.cpp
@@ -14,6 +15,9 @@ SERVE_API int32_t serve_abi_version();
 SERVE_API int32_t serve_cpu_level();
 SERVE_API int32_t serve_set_num_threads(int32_t num_threads);
 SERVE_API int32_t serve_num_threads();
+SERVE_API int32_t serve_pin_helpers(const int32_t* cpus, int32_t num_cpus);
+SERVE_API void serve_run_ranges(int64_t total, int64_t min_range, int64_t grain,
+                                serve::RangeFunction function, void* context);
 
 // elementwise.cpp
 SERVE_API void serve_rms_norm(const float* x, const float* weight, float* out, int64_t num_groups,

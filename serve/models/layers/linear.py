@@ -61,13 +61,6 @@ class QuantizedLinear:
         return ops.linear_quantized(x, self.parts, self.bias)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | PackedLinear:
-    """Choose the form that suits the weight's device and type."""
-    if ops.packs(weight.device.type, weight.dtype):
-        return PackedLinear(ops.pack_linear(weight), bias)
-    return PlainLinear(weight, bias)
-
-
 def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> LinearLayer:
     """Load the layers under the prefixes as one, their outputs side by side in the order given."""
     names = [f"{prefix}.weight" for prefix in prefixes]
@@ -75,4 +68,5 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     parts = loader.quantized(*names)
     if parts is not None:
         return QuantizedLinear(parts, added)
-    return make_linear(loader.parameter(*names), added)
+    packed = loader.packed(*names)
+    return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)

@@ -14,16 +14,19 @@ from torch import Tensor
 from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
+from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
 from serve.models.weights.names import is_ignored
+from serve.models.weights.packed_cache import CacheEntry
 from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
 _T = TypeVar("_T")
 _A = TypeVar("_A")
+_P = TypeVar("_P", QuantizedWeight, PackedWeight)
 
 Shape = tuple[int, ...]
 
@@ -128,13 +131,16 @@ def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigE
 class ParameterLoader:
     """Hands out parameters in the compute type, on the device, and runs loading jobs on a few threads.
 
-    A context manager: leaving it ends the threads.
+    A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, cache: CacheEntry | None = None
+    ) -> None:
         self.device = device
         self._source = source
         self._dtype = dtype
+        self._cache = cache
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
 
     def __enter__(self) -> Self:
@@ -144,6 +150,8 @@ class ParameterLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if self._cache is not None and error is None:
+            self._cache.finish()
 
     def parameter(self, *names: str) -> Tensor:
         """Load one tensor, or several as one with their rows one after the other."""
@@ -162,6 +170,33 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
+        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+
+    def packed(self, *names: str) -> PackedWeight | None:
+        """Load matrices as one, packed for our own product; None when a plain one suits device and type."""
+        if not ops.packs(self.device.type, self._dtype):
+            return None
+        found = self._through_cache(PackedWeight, names, lambda: (ops.pack_linear(self.parameter(*names)),))
+        return None if found is None else found[0]
+
+    def _through_cache(
+        self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
+    ) -> tuple[_P, ...] | None:
+        """Give matrices as the cache has them, else pack them and leave them to it."""
+        if self._cache is None:
+            return pack()
+        name = "+".join(names)
+        found = self._cache.take(name)
+        if found is not None:
+            kept = tuple(part for part in found if isinstance(part, kind))
+            if len(kept) == len(found):
+                return kept
+        packed = pack()
+        if packed is not None:
+            self._cache.keep(name, packed)
+        return packed
+
+    def _pack_quantized(self, names: tuple[str, ...]) -> tuple[QuantizedWeight, ...] | None:
         found = [self._source.blocks(name) for name in names]
         groups: list[list[QuantizedBlocks]] = []
         for blocks in found:
