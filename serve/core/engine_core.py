@@ -23,6 +23,7 @@ from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.kv_cache_sizing import CacheSize, size_kv_cache
 from serve.core.request import Request, RequestStatus
 from serve.core.scheduler import ClientOutputs, Scheduler
+from serve.core.step_budget import describe_pace
 from serve.core.structured_output.backend import LLGuidanceBackend
 from serve.core.structured_output.compiler import default_threads
 from serve.core.structured_output.manager import StructuredOutputManager, needs_constraint
@@ -91,7 +92,10 @@ class EngineCore:
         executor.initialize_kv_cache(KVCacheConfig(size.num_blocks, spec.block_size))
         dtype, device = executor.describe()
         kv = _make_kv_cache_manager(config, checkpoint, spec, size, dtype=dtype)
-        self.scheduler = Scheduler(config.scheduler, kv, max_model_len=size.max_model_len)
+        # A given step size is the user's own compromise.
+        is_open = config.scheduler.long_prefill_token_threshold is None
+        cost = executor.measure_step_cost() if is_open else None
+        self.scheduler = Scheduler(config.scheduler, kv, max_model_len=size.max_model_len, cost=cost)
         self.ready = Ready(
             max_model_len=size.max_model_len,
             num_gpu_blocks=size.num_blocks,
@@ -107,6 +111,7 @@ class EngineCore:
             log.info("no kv cache: the model computes each prompt in one step, max_model_len=%d", size.max_model_len)
         else:
             _log_cache(size, spec)
+            log.info("%s", describe_pace(config.scheduler, cost))
         # What lives now lives to the end; later collections need not look at it.
         gc.collect()
         gc.freeze()

@@ -8,7 +8,7 @@ from typing import Protocol
 from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
 from serve.core.executor.worker_thread import Pending
-from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput, StepCost
 
 
 class Worker(Protocol):
@@ -33,6 +33,9 @@ class Worker(Protocol):
 
     def warm_up(self) -> None:
         """Run each kind of step once, so that the first request is as fast as the others."""
+
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None means that sample_tokens must follow."""
@@ -66,6 +69,9 @@ class Executor(Protocol):
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache and warm up."""
+
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
 
     def describe(self) -> tuple[str, str]:
         """Give the names of the compute type and of the device."""

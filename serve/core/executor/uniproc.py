@@ -8,7 +8,7 @@ from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
 from serve.core.executor.base import Worker, WorkerFactory
 from serve.core.executor.worker_thread import Pending, WorkerThread
-from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput, StepCost
 
 
 class UniprocExecutor:
@@ -42,6 +42,10 @@ class UniprocExecutor:
         worker = self._started()
         self._thread.submit(worker.initialize_kv_cache, config).result()
         self._thread.submit(worker.warm_up).result()
+
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
+        return self._thread.submit(self._started().measure_step_cost).result()
 
     def describe(self) -> tuple[str, str]:
         """Give the names of the compute type and of the device."""
