@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from serve.kernels.block_formats import TILE_FORMATS
+from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
 
 
 def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -68,6 +68,27 @@ def check_blocks(blocks: QuantizedBlocks) -> None:
     rows = blocks.rows
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes:
         raise ValueError(f"rows {describe(rows)} must be uint8 [num_out, {row_bytes}] for {blocks.num_in} inputs")
+
+
+def check_affine_blocks(blocks: AffineBlocks) -> None:
+    """Check that codes are whole units of a known type, with a scale and a zero point for each."""
+    codes = blocks.codes
+    if blocks.type_name not in AFFINE_FORMATS:
+        raise ValueError(f"type {blocks.type_name} cannot be packed; known: {', '.join(AFFINE_FORMATS)}")
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or not codes.shape[1] or codes.shape[1] % blocks.group:
+        raise ValueError(f"codes {describe(codes)} must be uint8 [num_out, a multiple of {blocks.group}]")
+    shape = (codes.shape[0], codes.shape[1] // blocks.group)
+    for name, part, dtype in (("scales", blocks.scales, torch.float32), ("zeros", blocks.zeros, torch.uint8)):
+        if part.dtype != dtype or part.shape != shape:
+            raise ValueError(f"{name} {describe(part)} must be {dtype} {list(shape)}")
+    if blocks.input_order is not None:
+        check_order(blocks.input_order, codes.shape[1])
+
+
+def check_order(order: Tensor, num_in: int) -> None:
+    """Check that an order of inputs names each of them once."""
+    if order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(num_in)):
+        raise ValueError(f"input_order {describe(order)} must be int64 and name each of {num_in} inputs once")
 
 
 def check_linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None) -> None:

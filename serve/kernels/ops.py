@@ -16,7 +16,7 @@ from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -65,7 +65,7 @@ class Ops(Protocol):
     def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
         """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
 
-    def pack_quantized(self, blocks: QuantizedBlocks) -> QuantizedWeight:
+    def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
 
     def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
@@ -160,9 +160,10 @@ def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
     return implementation(device_type).quantizes(type_name, dtype)
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks for linear_quantized, without loss."""
-    return implementation(blocks.rows.device.type).pack_quantized(blocks)
+    stored = blocks.codes if isinstance(blocks, AffineBlocks) else blocks.rows
+    return implementation(stored.device.type).pack_quantized(blocks)
 
 
 def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from serve.kernels import checks
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, pack_blocks
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -89,8 +89,11 @@ def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     return False
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks, without loss."""
+    if isinstance(blocks, AffineBlocks):
+        checks.check_affine_blocks(blocks)
+        return pack_affine(blocks)
     checks.check_blocks(blocks)
     return pack_blocks(blocks)
 

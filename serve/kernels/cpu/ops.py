@@ -16,7 +16,7 @@ from serve.kernels.block_formats import TILE_FORMATS
 from serve.kernels.cpu import binding, descriptions
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, empty_quantized_weight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, empty_quantized_weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -138,8 +138,10 @@ def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     return type_name in TILE_FORMATS and dtype == torch.float32
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks; see the twin."""
+    if isinstance(blocks, AffineBlocks):
+        return reference.pack_quantized(blocks)
     checks.check_blocks(blocks)
     rows = blocks.rows.contiguous()
     weight = empty_quantized_weight(blocks.type_name, rows.shape[0], blocks.num_in)

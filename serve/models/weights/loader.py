@@ -15,11 +15,12 @@ from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, joinable, side_by_side
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
 from serve.models.weights.names import is_ignored
 from serve.models.weights.packed_cache import CacheEntry
+from serve.models.weights.quantized_safetensors import QuantizedSafetensorsSource
 from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
@@ -44,7 +45,7 @@ class WeightSource(Protocol):
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
 
     def rope_divisors(self) -> Tensor | None:
@@ -71,7 +72,7 @@ class RenamedSource:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
         return self._source.blocks(self._names[name])
 
@@ -97,6 +98,10 @@ def open_weights(
     source: WeightSource
     if checkpoint.format == "gguf":
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
+    elif checkpoint.quantization is not None:
+        source = QuantizedSafetensorsSource(
+            checkpoint, checkpoint.quantization, lambda name: (name if rename is None else rename(name)) in expected
+        )
     else:
         source = SafetensorsSource(checkpoint.weight_files)
     if rename is not None:
@@ -197,16 +202,16 @@ class ParameterLoader:
         return packed
 
     def _pack_quantized(self, names: tuple[str, ...]) -> tuple[QuantizedWeight, ...] | None:
-        found = [self._source.blocks(name) for name in names]
-        groups: list[list[QuantizedBlocks]] = []
-        for blocks in found:
+        groups: list[list[QuantizedBlocks | AffineBlocks]] = []
+        for name in names:
+            blocks = self._source.blocks(name)
             if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self._dtype):
                 return None
-            if groups and groups[-1][0].type_name == blocks.type_name:
+            if groups and joinable(groups[-1][0], blocks):
                 groups[-1].append(blocks)
             else:
                 groups.append([blocks])
-        return tuple(ops.pack_quantized(_side_by_side(group)) for group in groups)
+        return tuple(ops.pack_quantized(side_by_side(group)) for group in groups)
 
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
@@ -219,10 +224,3 @@ class ParameterLoader:
     def map(self, job: Callable[[_A], _T], items: Iterable[_A]) -> list[_T]:
         """Run a job for each item on the loading threads; results in order."""
         return list(self._pool.map(job, items))
-
-
-def _side_by_side(group: list[QuantizedBlocks]) -> QuantizedBlocks:
-    """Join the outputs of matrices of one type."""
-    if len(group) == 1:
-        return group[0]
-    return QuantizedBlocks(torch.cat([blocks.rows for blocks in group]), group[0].type_name, group[0].num_in)

@@ -32,7 +32,8 @@ _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sIIQ")
 _DIGEST_BYTES: Final = 16
 _DTYPES: Final[dict[str, torch.dtype]] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.uint8, torch.float32, torch.bfloat16, torch.float16)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float16)
 }
 
 PackedMatrix = QuantizedWeight | PackedWeight
@@ -63,6 +64,12 @@ class MatrixRecord(msgspec.Struct, frozen=True):
     num_out: int
     num_in: int
     data: TensorRecord
+    input_order: TensorRecord | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorRecord, ...]:
+        """All tensors of the matrix."""
+        return (self.data,) if self.input_order is None else (self.data, self.input_order)
 
 
 class _Table(msgspec.Struct, frozen=True):
@@ -91,19 +98,23 @@ def lay_out(key: str, matrices: Mapping[str, Sequence[PackedMatrix]]) -> PackedL
     """Plan the file of matrices under their names; reads all of them for their checksums."""
     tensors: list[Tensor] = []
     offset = 0
-    records: dict[str, tuple[MatrixRecord, ...]] = {}
-    for name, parts in matrices.items():
-        described: list[MatrixRecord] = []
-        for part in parts:
-            raw = _raw(part.data)
-            record = TensorRecord(
-                str(part.data.dtype).removeprefix("torch."), tuple(part.data.shape), offset, _checksum(raw)
-            )
-            type_name = part.type_name if isinstance(part, QuantizedWeight) else ""
-            described.append(MatrixRecord(type_name, part.num_out, part.num_in, record))
-            tensors.append(part.data)
-            offset += _aligned(raw.nbytes)
-        records[name] = tuple(described)
+
+    def place(tensor: Tensor) -> TensorRecord:
+        nonlocal offset
+        raw = _raw(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        record = TensorRecord(dtype, tuple(tensor.shape), offset, _checksum(raw))
+        tensors.append(tensor)
+        offset += _aligned(raw.nbytes)
+        return record
+
+    def describe(part: PackedMatrix) -> MatrixRecord:
+        if isinstance(part, PackedWeight):
+            return MatrixRecord("", part.num_out, part.num_in, place(part.data))
+        order = None if part.input_order is None else place(part.input_order)
+        return MatrixRecord(part.type_name, part.num_out, part.num_in, place(part.data), order)
+
+    records = {name: tuple(describe(part) for part in parts) for name, parts in matrices.items()}
     table = msgspec.msgpack.encode(_Table(key, records))
     head = _HEAD.pack(_MAGIC, _VERSION, len(table), offset)
     front = head + _checksum(head + table) + table
@@ -135,15 +146,18 @@ class PackedFile:
         return None if records is None else tuple(self._restore(name, record) for record in records)
 
     def _restore(self, name: str, record: MatrixRecord) -> PackedMatrix:
-        data = record.data
-        begin = self._payload_begin + data.offset
-        raw = np.frombuffer(self._memory, np.uint8, data.num_bytes, begin)
-        if _checksum(raw.data) != data.checksum:
+        data = self._tensor(name, record.data)
+        if not record.type_name:
+            return PackedWeight(data, record.num_out, record.num_in)
+        order = None if record.input_order is None else self._tensor(name, record.input_order)
+        return QuantizedWeight(data, record.type_name, record.num_out, record.num_in, order)
+
+    def _tensor(self, name: str, record: TensorRecord) -> Tensor:
+        begin = self._payload_begin + record.offset
+        raw = np.frombuffer(self._memory, np.uint8, record.num_bytes, begin)
+        if _checksum(raw.data) != record.checksum:
             raise DamagedFile(f"the bytes of {name} have changed")
-        tensor = torch.from_numpy(raw).view(_DTYPES[data.dtype]).view(data.shape)
-        if record.type_name:
-            return QuantizedWeight(tensor, record.type_name, record.num_out, record.num_in)
-        return PackedWeight(tensor, record.num_out, record.num_in)
+        return torch.from_numpy(raw).view(_DTYPES[record.dtype]).view(record.shape)
 
 
 def _read_table(file: BinaryIO, size: int, key: str) -> dict[str, tuple[MatrixRecord, ...]]:
@@ -176,20 +190,23 @@ def _read_table(file: BinaryIO, size: int, key: str) -> dict[str, tuple[MatrixRe
 
 
 def _check_record(name: str, record: MatrixRecord, payload_bytes: int) -> None:
-    """Refuse a record whose tensor lies outside the payload, or is not what a kernel would read."""
-    data = record.data
-    if data.dtype not in _DTYPES or min(data.shape, default=0) < 1:
-        raise DamagedFile(f"{name} has the impossible form {data.dtype} {list(data.shape)}")
-    if data.offset < 0 or data.offset % ALIGNMENT or data.offset + data.num_bytes > payload_bytes:
-        raise DamagedFile(f"{name} lies outside the file")
+    """Refuse a record whose tensors lie outside the payload, or are not what a kernel would read."""
+    for tensor in record.tensors:
+        if tensor.dtype not in _DTYPES or min(tensor.shape, default=0) < 1:
+            raise DamagedFile(f"{name} has the impossible form {tensor.dtype} {list(tensor.shape)}")
+        if tensor.offset < 0 or tensor.offset % ALIGNMENT or tensor.offset + tensor.num_bytes > payload_bytes:
+            raise DamagedFile(f"{name} lies outside the file")
     try:
         expected = _form(record)
     except (KeyError, ValueError) as error:
         raise DamagedFile(f"{name} cannot be of type {record.type_name}: {error}") from None
+    data, order = record.data, record.input_order
     if (data.dtype, data.shape) != expected:
         raise DamagedFile(
             f"{name} is {data.dtype} {list(data.shape)}, a kernel reads {expected[0]} {list(expected[1])}"
         )
+    if order is not None and (order.dtype, order.shape) != ("int64", (record.num_in,)):
+        raise DamagedFile(f"{name} has an order of inputs of {order.dtype} {list(order.shape)}")
 
 
 def _form(record: MatrixRecord) -> tuple[str, tuple[int, ...]]:
@@ -200,8 +217,8 @@ def _form(record: MatrixRecord) -> tuple[str, tuple[int, ...]]:
 
 
 def _payload_bytes(matrices: Mapping[str, Sequence[MatrixRecord]]) -> int:
-    ends = [record.data.offset + _aligned(record.data.num_bytes) for parts in matrices.values() for record in parts]
-    return max(ends, default=0)
+    tensors = [tensor for parts in matrices.values() for record in parts for tensor in record.tensors]
+    return max((tensor.offset + _aligned(tensor.num_bytes) for tensor in tensors), default=0)
 
 
 def _aligned(num_bytes: int) -> int:

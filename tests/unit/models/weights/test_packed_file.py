@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, pack_blocks
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
 from serve.models.weights.packed_file import DamagedFile, PackedFile, PackedMatrix, lay_out
 
 HEAD = struct.Struct("<8sIIQ16s")
@@ -174,7 +174,7 @@ def set_field(name: str, value: object) -> Callable[[dict[str, object]], None]:
         (set_data("shape", [3, 7, 1 << 40]), "outside"),
         (set_data("shape", [3, 7, -16]), "impossible form"),
         (set_data("shape", [3, 7, 0]), "impossible form"),
-        (set_data("dtype", "int64"), "impossible form"),
+        (set_data("dtype", "int16"), "impossible form"),
         (set_data("dtype", "bfloat16"), "a kernel reads"),
         (set_data("shape", [7, 3, 16]), "a kernel reads"),
         (set_field("num_out", 640), "a kernel reads"),
@@ -196,3 +196,41 @@ def test_an_unchanged_forgery_is_read(path: Path) -> None:
     """The forger itself: without a change the file it writes is sound."""
     forge(path, lambda matrix: None)
     assert PackedFile(path, "key").take("out") is not None
+
+
+def mixed_inputs(*, seed: int) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    return pack_affine(
+        AffineBlocks(
+            codes=torch.randint(0, 16, (21, 96), dtype=torch.uint8, generator=generator),
+            scales=torch.rand(21, 3, generator=generator),
+            zeros=torch.randint(0, 16, (21, 3), dtype=torch.uint8, generator=generator),
+            bits=4,
+            group=32,
+            input_order=torch.randperm(96, generator=generator),
+        )
+    )
+
+
+def test_the_order_of_inputs_comes_back_and_a_changed_one_is_refused(tmp_path: Path) -> None:
+    weight = mixed_inputs(seed=1)
+    assert weight.input_order is not None
+    path = tmp_path / "weights"
+    with path.open("wb") as sink:
+        lay_out("key", {"q": (weight,), "k": (mixed_inputs(seed=2), weight)}).write(sink)
+    file = PackedFile(path, "key")
+    for name, place in (("q", 0), ("k", 1)):
+        found = file.take(name)
+        assert found is not None
+        restored = found[place]
+        assert isinstance(restored, QuantizedWeight)
+        assert restored.input_order is not None
+        assert torch.equal(restored.input_order, weight.input_order)
+        assert torch.equal(restored.plain(), weight.plain())
+    order = weight.input_order.numpy().tobytes()
+    content = path.read_bytes()
+    changed = content.replace(order, weight.input_order.flip(0).numpy().tobytes(), 1)
+    assert changed != content
+    path.write_bytes(changed)
+    with pytest.raises(DamagedFile, match="the bytes of q have changed"):
+        PackedFile(path, "key").take("q")
