@@ -150,7 +150,7 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = flag(
         None,
-        f"token budget of a step (default: up to {CPU_MAX_NUM_BATCHED_TOKENS} on the CPU, by its measured speed, or the "
+        f"token budget of a step (default: up to {CPU_MAX_NUM_BATCHED_TOKENS} on the CPU, by measured speed, or the "
         "context without chunked prefill if that is more)",
         kind="count",
     )
