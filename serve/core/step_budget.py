@@ -13,7 +13,7 @@ from serve.wire.step import StepCost
 # a step is also at the mercy of the machine.
 MAX_SLOWDOWN: Final = 2.5
 # A step of nothing but prompts: whoever arrives waits for its end.
-MAX_STEP_SECONDS: Final = 0.4
+MAX_STEP_SECONDS: Final = 1.0
 _FEWEST_TOKENS: Final = 4
 _EPSILON: Final = 1e-9  # so that what fits exactly fits
 _UNLIMITED: Final = float("inf")

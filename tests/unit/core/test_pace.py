@@ -91,7 +91,7 @@ def test_a_paced_prompt_gives_the_same_tokens() -> None:
 
 
 def test_a_slow_model_gets_smaller_steps_and_given_settings_stay() -> None:
-    slow = StepCost(base=0.1, per_token=2e-3, per_key=0.0)
+    slow = StepCost(base=0.1, per_token=5e-3, per_key=0.0)
     open_config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=128)
     assert step_tokens(open_config, None) == (512, 384)
     assert step_tokens(open_config, FLAT) == (512, 384)
