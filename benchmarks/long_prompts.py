@@ -39,7 +39,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
     async def decode(stream_rng: random.Random) -> None:
         while time.perf_counter() < end:
-            decoded.append(await complete(url, body(model, 16, 400, stream_rng)))
+            decoded.append(await complete(url, body(model, 16, 100, stream_rng)))
 
     streams = [asyncio.ensure_future(decode(random.Random(arguments.seed + i + 1))) for i in range(arguments.streams)]
     prompts: list[Answer] = []
