@@ -49,6 +49,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_quantize_rows": (None, (_PTR, _I64, _PTR, _I64, _I64)),
     "serve_quantized_linear": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
+    "serve_argmax_rows": (None, (_PTR, _I64, _I64, _I64, _PTR, _PTR)),
+    "serve_draw_rows": (_I32, (_PTR, _I64, _I64, _I64, _PTR, _I64, _PTR)),
     "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR)),
     "serve_paged_attention": (_I32, (_PTR, _PTR, _I64, _I64, _I32, _PTR, _PTR, _PTR, _PTR)),
 }
