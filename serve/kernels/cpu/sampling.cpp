@@ -16,7 +16,7 @@
 namespace serve {
 namespace {
 
-constexpr int64_t kStrip = 32 * kLanes;  // floats whose largest is found before the place of it
+constexpr int64_t kStrip = 128 * kLanes;  // floats whose largest is found before the place of it
 constexpr int kGroupSize = 128;          // of the draw without filters; as in draw.py
 constexpr int64_t kMinMaxima = 384;
 // Slack of the bound on what top-p can keep: far above the rounding of a float32 sum, far below
@@ -39,27 +39,66 @@ struct Scratch {
   }
 };
 
-// One bit for each lane that is not below the bound.
-SERVE_INLINE uint32_t lanes_reaching(Lanes value, Lanes bound) {
-  uint32_t bits = 0;
-  for (int i = 0; i < kParts; i++) {
-#if defined(__AVX512F__)
-    bits |= (uint32_t)_mm512_cmp_ps_mask((__m512)value.part[i], (__m512)bound.part[i], _CMP_GE_OQ);
-#elif defined(__AVX__)
-    const __m256 is_set = _mm256_cmp_ps((__m256)value.part[i], (__m256)bound.part[i], _CMP_GE_OQ);
-    bits |= (uint32_t)_mm256_movemask_ps(is_set) << (i * kNative);
-#else
-    const NativeInt is_set = value.part[i] >= bound.part[i];
-    for (int lane = 0; lane < kNative; lane++) {
-      bits |= (uint32_t)(is_set[lane] & 1) << (i * kNative + lane);
+// Where each set bit of a byte is, lowest first.
+struct BitPlaces {
+  uint8_t place[256][8];
+
+  constexpr BitPlaces() : place() {
+    for (int bits = 0; bits < 256; bits++) {
+      int count = 0;
+      for (int bit = 0; bit < 8; bit++) {
+        if (bits >> bit & 1) place[bits][count++] = (uint8_t)bit;
+      }
     }
-#endif
   }
-  return bits;
+};
+constexpr BitPlaces kBitPlaces;
+
+// Writes the lanes of value that are not below the bound, and first_id plus their place, side by
+// side; gives how many. There is room for kNative of each.
+SERVE_INLINE int pack_reaching(Native value, Native bound, int32_t first_id, float* values,
+                               int32_t* ids) {
+#if defined(__AVX512F__)
+  const __mmask16 is_set = _mm512_cmp_ps_mask((__m512)value, (__m512)bound, _CMP_GE_OQ);
+  if (is_set == 0) return 0;
+  const __m512i all = _mm512_add_epi32(
+      _mm512_set1_epi32(first_id),
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(is_set, (__m512)value));
+  _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(is_set, all));
+  return __builtin_popcount(is_set);
+#elif defined(__AVX2__)
+  const __m256 is_set = _mm256_cmp_ps((__m256)value, (__m256)bound, _CMP_GE_OQ);
+  const int bits = _mm256_movemask_ps(is_set);
+  if (bits == 0) return 0;
+  const __m256i place =
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)kBitPlaces.place[bits]));
+  _mm256_storeu_ps(values, _mm256_permutevar8x32_ps((__m256)value, place));
+  _mm256_storeu_si256((__m256i*)ids, _mm256_add_epi32(_mm256_set1_epi32(first_id), place));
+  return __builtin_popcount((unsigned)bits);
+#else
+  const NativeInt is_set = value >= bound;
+  int count = 0;
+  for (int lane = 0; lane < kNative; lane++) {
+    values[count] = value[lane];
+    ids[count] = first_id + lane;
+    count += is_set[lane] & 1;
+  }
+  return count;
+#endif
 }
 
+// The larger of each pair, a where b is no number.
 SERVE_INLINE Lanes larger(Lanes a, Lanes b) {
-  for (int i = 0; i < kParts; i++) a.part[i] = b.part[i] > a.part[i] ? b.part[i] : a.part[i];
+  for (int i = 0; i < kParts; i++) {
+#if defined(__AVX512F__)
+    a.part[i] = (Native)_mm512_max_ps((__m512)b.part[i], (__m512)a.part[i]);
+#elif defined(__AVX__)
+    a.part[i] = (Native)_mm256_max_ps((__m256)b.part[i], (__m256)a.part[i]);
+#else
+    a.part[i] = b.part[i] > a.part[i] ? b.part[i] : a.part[i];
+#endif
+  }
   return a;
 }
 
@@ -91,18 +130,26 @@ int32_t find_largest(const float* row, int64_t size) {
   int64_t best_strip = 0;
   for (int64_t strip = 0; strip < size; strip += kStrip) {
     const int64_t count = std::min(kStrip, size - strip);
-    Lanes top = splat(kMinusInfinity), sum = splat(0.0f);
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Lanes value = load_logits(row + strip + i, count - i);
-      top = larger(top, value);
-      sum = fma(value, splat(0.0f), sum);  // becomes NaN with a NaN, and with an infinity
-    }
-    if (serve::sum(sum) != 0.0f && holds_nan(row + strip, count)) {
-      for (int64_t i = strip;; i++) {
-        if (row[i] != row[i]) return (int32_t)i;
+    Lanes top[2] = {splat(kMinusInfinity), splat(kMinusInfinity)};
+    Lanes zero[2] = {splat(0.0f), splat(0.0f)};  // becomes NaN with a NaN, and with an infinity
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      for (int half = 0; half < 2; half++) {
+        const Lanes value = load(row + strip + i + half * kLanes);
+        top[half] = larger(top[half], value);
+        zero[half] = fma(value, splat(0.0f), zero[half]);
       }
     }
-    const float strip_top = largest(top);
+    for (; i < count; i += kLanes) {
+      const Lanes value = load_logits(row + strip + i, count - i);
+      top[0] = larger(top[0], value);
+      zero[0] = fma(value, splat(0.0f), zero[0]);
+    }
+    if (sum(zero[0] + zero[1]) != 0.0f && holds_nan(row + strip, count)) {
+      while (row[strip] == row[strip]) strip++;
+      return (int32_t)strip;
+    }
+    const float strip_top = largest(larger(top[0], top[1]));
     if (strip_top > best) {
       best = strip_top;
       best_strip = strip;
@@ -123,10 +170,11 @@ struct Candidates {
   template <typename Keep>
   void filter(Keep&& keep) {
     int64_t kept = 0;
-    for (int64_t i = 0; i < count; i++) {
-      if (!keep(values[i])) continue;
+    for (int64_t i = 0; i < count; i++) {  // without a branch that could only be guessed
+      const bool is_kept = keep(values[i]);
       ids[kept] = ids[i];
-      values[kept++] = values[i];
+      values[kept] = values[i];
+      kept += is_kept;
     }
     count = kept;
   }
@@ -137,17 +185,14 @@ Candidates gather(const float* values, float factor, int64_t size, float bound, 
   Candidates found{scratch->ids.data(), scratch->values.data(), 0};
   for (int64_t i = 0; i < size; i += kLanes) {
     const Lanes scaled = load_logits(values + i, size - i) * splat(factor);
-    uint32_t bits = lanes_reaching(scaled, splat(bound));
-    if (size - i < kLanes) bits &= (1u << (size - i)) - 1;
-    if (bits == 0) continue;
-    float buffer[kLanes];
-    store(buffer, scaled);
-    for (; bits != 0; bits &= bits - 1) {
-      const int lane = __builtin_ctz(bits);
-      found.ids[found.count] = (int32_t)(i + lane);
-      found.values[found.count++] = buffer[lane];
+    for (int part = 0; part < kParts; part++) {
+      const int64_t first = i + part * kNative;
+      found.count += pack_reaching(scaled.part[part], splat_native(bound), (int32_t)first,
+                                   found.values + found.count, found.ids + found.count);
     }
   }
+  // Lanes beyond the end are minus infinity: they get in where that is the bound.
+  while (found.count > 0 && found.ids[found.count - 1] >= size) found.count--;
   return found;
 }
 
@@ -199,32 +244,44 @@ struct Border {
   int64_t num_ties;
 };
 
-// Walks from the heaviest entry down until the ones passed hold the wanted mass. Bits of a weight
-// are looked at from the top in three rounds, so that no round has many boxes.
-Border find_border(const Candidates& found, double wanted, double* mass) {
+// Walks down over boxes of mass, the heaviest last, until the ones passed and the next hold what is
+// wanted; gives that next one, or the lowest that holds anything. passed grows by what was passed.
+int64_t find_box(const double* mass, int64_t num_boxes, double wanted, double* passed) {
+  int64_t border = -1;
+  for (int64_t box = num_boxes - 1; box >= 0; box--) {
+    if (mass[box] <= 0) continue;
+    if (border >= 0) *passed += mass[border];
+    border = box;
+    if (*passed + mass[box] >= wanted) break;
+  }
+  return border;
+}
+
+// Finds how far down entries are kept that together hold the wanted mass. A weight's highest bits
+// are looked at first, so that few boxes are needed; what lies below the border is dropped.
+Border find_border(Candidates* found, double wanted, double* mass) {
   constexpr int kShifts[] = {19, 10, 0};
-  constexpr int kBits[] = {12, 9, 10};
-  uint32_t prefix = 0;
+  constexpr int kBoxes[] = {1 << 12, 1 << 9, 1 << 10};
+  uint32_t lowest = 0;  // bits of a weight in the border box
   double passed = 0;
   for (int round = 0; round < 3; round++) {
     const int shift = kShifts[round];
-    const uint32_t num_boxes = 1u << kBits[round];
-    std::fill(mass, mass + num_boxes, 0.0);
-    for (int64_t i = 0; i < found.count; i++) {
-      const uint32_t key = bit_cast<uint32_t>(found.values[i]) >> shift;
-      if (round == 0 || key >> kBits[round] == prefix) mass[key & (num_boxes - 1)] += found.values[i];
+    const uint32_t last = (uint32_t)kBoxes[round] - 1;
+    std::fill(mass, mass + kBoxes[round], 0.0);
+    for (int64_t i = 0; i < found->count; i++) {
+      // Weights above the border box of the last round were passed.
+      const uint32_t box = (bit_cast<uint32_t>(found->values[i]) - lowest) >> shift;
+      if (box <= last) mass[box] += found->values[i];
     }
-    uint32_t border = num_boxes, box = num_boxes;
-    while (box-- > 0) {
-      if (mass[box] <= 0) continue;
-      if (border < num_boxes) passed += mass[border];
-      border = box;
-      if (passed + mass[box] >= wanted) break;
+    const int64_t border = find_box(mass, kBoxes[round], wanted, &passed);
+    if (border < 0) return Border{0.0f, 0};
+    lowest += (uint32_t)border << shift;
+    if (round == 0) {
+      const float bound = bit_cast<float>(lowest);
+      found->filter([&](float weight) { return weight >= bound; });
     }
-    if (border == num_boxes) return Border{0.0f, 0};
-    prefix = prefix << kBits[round] | border;
   }
-  const float weight = bit_cast<float>(prefix);
+  const float weight = bit_cast<float>(lowest);
   return Border{weight, std::max<int64_t>((int64_t)std::ceil((wanted - passed) / weight), 1)};
 }
 
@@ -237,7 +294,7 @@ double total_of(const Candidates& found) {
 // Keeps the heaviest entries until what is left holds at most 1 - top_p of the total. Of equal
 // weights the lower id counts as heavier.
 void keep_nucleus(Candidates* found, double top_p, double total, Scratch* scratch) {
-  Border border = find_border(*found, top_p * total, scratch->mass.data());
+  Border border = find_border(found, top_p * total, scratch->mass.data());
   found->filter([&](float weight) {
     return weight > border.weight || (weight == border.weight && border.num_ties-- > 0);
   });
