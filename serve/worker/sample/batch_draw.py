@@ -1,4 +1,4 @@
-"""Phase 8 of 11: argmax and draws for all rows of a step at once, on the CPU library or with numpy where there is none."""
+"""Phase 8 of 11: argmax and draws for all rows of a step at once, on the CPU library or else with numpy."""
 
 from __future__ import annotations
 
