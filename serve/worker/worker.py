@@ -15,7 +15,7 @@ from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import select_backend
 from serve.models.pooling import PoolingModel, load_pooling_model
-from serve.models.registry import DTYPES, CausalLM, compute_dtype, load_model
+from serve.models.registry import DTYPES, CausalLM, compute_dtype, dtype_description, load_model
 from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
@@ -78,14 +78,14 @@ class Worker:
         self._num_blocks = 0
         self._model: CausalLM | PoolingModel | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
-        self.dtype_name = str(self._dtype).removeprefix("torch.")
+        self.dtype_name = dtype_description(config.model.dtype, checkpoint, self._device)
 
     def init_device(self) -> None:
         """Choose the number of threads: all processors, less one for the front end where there are more than two."""
         cpus = min(usable_cpus(), torch.get_num_threads())
         self._num_threads = cpus - 1 if cpus > 2 else cpus
-        # float32 work runs in our own pool; a second pool that spins between its ops would only fight with it.
-        torch.set_num_threads(1 if self._dtype is torch.float32 else self._num_threads)
+        # Work runs in our own pool; a second pool that spins between its ops would only fight with it.
+        torch.set_num_threads(1 if ops.packs(self._device.type, self._dtype) else self._num_threads)
         ops.set_num_threads(self._num_threads)
         log.info("device ready: %s", self.device_description())
 
@@ -198,7 +198,7 @@ class Worker:
         if request.pooling_params is None:
             errors |= self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1)).errors
         for error in errors.values():
-            log.warning("the model failed on a test prompt: %s; check the checkpoint, or try --dtype float32", error)
+            log.warning("the model failed on a test prompt: %s; check the checkpoint", error)
         self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
 
     def measure_step_cost(self) -> StepCost | None:
