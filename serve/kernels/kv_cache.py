@@ -1,5 +1,7 @@
 """Paged KV cache of one layer and the batch description that attention reads."""
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +11,7 @@ from torch import Tensor
 KEY_LANES = 16
 MAX_HEAD_SIZE = 512
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CACHE_LINE = 64
+HUGE_PAGE = 2 << 20
 
 
 @dataclass(slots=True)
@@ -95,11 +97,20 @@ def allocate_kv_cache(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make zeros that start on a cache line and cost nothing until they are touched.
+    """Make zeros that start on a huge page and cost nothing until they are touched.
 
-    torch.zeros writes every page, seconds for a large cache; numpy's zeros come from the system.
+    torch.zeros writes every page, seconds for a large cache; these come from the system on first touch, 2 MiB at a
+    time where it has huge pages: blocks in random order then cost few address translations. MemoryError when the
+    system refuses.
     """
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
-    start = -raw.ctypes.data % CACHE_LINE
+    try:
+        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as e:
+        raise MemoryError(f"the system refused {num_bytes} bytes") from e
+    if num_bytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, dtype=np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE
     return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
