@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from serve.kernels.block_formats import TILE_FORMATS
+from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
-from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.packed_weight import PACKED_TYPES, PackedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
 
 
 def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -42,17 +42,21 @@ def check_rope(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Ten
 
 
 def check_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
-    """Check that rows of x have the weight's inputs and the bias its outputs."""
-    if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype != weight.data.dtype:
-        raise ValueError(f"x {describe(x)} does not fit a {weight.data.dtype} weight of {weight.num_in} inputs")
+    """Check that rows of x have the weight's inputs and the bias its outputs, all in float32."""
+    if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype != torch.float32:
+        raise ValueError(f"x {describe(x)} does not fit a packed weight of {weight.num_in} inputs; use float32")
     if bias is not None and (bias.shape != (weight.num_out,) or bias.dtype != x.dtype):
         raise ValueError(f"bias {describe(bias)} does not fit {weight.num_out} outputs of {x.dtype}")
 
 
-def check_weight(weight: Tensor) -> None:
-    """Check that a weight can be packed."""
-    if weight.dim() != 2 or weight.dtype != torch.float32:
-        raise ValueError(f"weight {describe(weight)} cannot be packed; it must be float32 [num_out, num_in]")
+def check_weights(parts: Sequence[Tensor]) -> None:
+    """Check that weights can be packed as one."""
+    for part in parts:
+        if part.dim() != 2 or part.dtype not in PACKED_TYPES:
+            types = ", ".join(str(dtype).removeprefix("torch.") for dtype in PACKED_TYPES)
+            raise ValueError(f"weight {describe(part)} cannot be packed; it must be [num_out, num_in] of {types}")
+    if len({(part.dtype, part.shape[1]) for part in parts}) != 1:
+        raise ValueError(f"weights {[describe(part) for part in parts]} do not make one; all need one type and width")
 
 
 def check_blocks(blocks: QuantizedBlocks) -> None:
@@ -68,6 +72,27 @@ def check_blocks(blocks: QuantizedBlocks) -> None:
     rows = blocks.rows
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes:
         raise ValueError(f"rows {describe(rows)} must be uint8 [num_out, {row_bytes}] for {blocks.num_in} inputs")
+
+
+def check_affine_blocks(blocks: AffineBlocks) -> None:
+    """Check that codes are whole units of a known type, with a scale and a zero point for each."""
+    codes = blocks.codes
+    if blocks.type_name not in AFFINE_FORMATS:
+        raise ValueError(f"type {blocks.type_name} cannot be packed; known: {', '.join(AFFINE_FORMATS)}")
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or not codes.shape[1] or codes.shape[1] % blocks.group:
+        raise ValueError(f"codes {describe(codes)} must be uint8 [num_out, a multiple of {blocks.group}]")
+    shape = (codes.shape[0], codes.shape[1] // blocks.group)
+    for name, part, dtype in (("scales", blocks.scales, torch.float32), ("zeros", blocks.zeros, torch.uint8)):
+        if part.dtype != dtype or part.shape != shape:
+            raise ValueError(f"{name} {describe(part)} must be {dtype} {list(shape)}")
+    if blocks.input_order is not None:
+        check_order(blocks.input_order, codes.shape[1])
+
+
+def check_order(order: Tensor, num_in: int) -> None:
+    """Check that an order of inputs names each of them once."""
+    if order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(num_in)):
+        raise ValueError(f"input_order {describe(order)} must be int64 and name each of {num_in} inputs once")
 
 
 def check_linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None) -> None:
@@ -116,6 +141,11 @@ def check_attention(query: Tensor, cache: KVCache, meta: AttentionMetadata, out:
         raise ValueError(f"num_heads={query.shape[1]} is not a multiple of num_kv_heads={cache.num_kv_heads}")
     if query.shape[0] < meta.num_tokens:
         raise ValueError(f"query has {query.shape[0]} rows for num_tokens={meta.num_tokens}")
+    check_metadata(meta)
+
+
+def check_metadata(meta: AttentionMetadata) -> None:
+    """Check the shapes and types of a step's requests."""
     for name, tensor, min_rows in (
         ("query_start_loc", meta.query_start_loc, meta.num_reqs + 1),
         ("seq_lens", meta.seq_lens, meta.num_reqs),
@@ -170,6 +200,11 @@ def row_error(place: int, row: int, num_rows: int) -> IndexError:
     return IndexError(f"index {place} is row {row} of a weight of {num_rows} rows")
 
 
+def token_error(token: int, token_id: int, vocab_size: int) -> IndexError:
+    """Say which token is none of the vocabulary."""
+    return IndexError(f"input_ids[{token}]={token_id} is outside the vocabulary of {vocab_size} tokens")
+
+
 def position_error(token: int, position: int, max_position: int) -> ValueError:
     """Say which position has no rotary angle."""
     return ValueError(f"positions[{token}]={position} is outside the rotary table of {max_position} positions")
@@ -188,3 +223,11 @@ def seq_len_error(request: int, seq_len: int, max_len: int) -> ValueError:
 def block_error(request: int, index: int, block_id: int, num_blocks: int) -> ValueError:
     """Say which entry of the block table points outside the cache."""
     return ValueError(f"block_table[{request}, {index}]={block_id} is outside the cache of {num_blocks} blocks")
+
+
+def cache_error(type_number: int, block_size: int, head_size: int) -> ValueError:
+    """Say that a cache is not what the layers need."""
+    return ValueError(
+        f"a KV cache of type {type_number}, block_size={block_size}, head_size={head_size} does not fit the layers, or "
+        "not the caches beside it"
+    )

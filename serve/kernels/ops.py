@@ -16,7 +16,8 @@ from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
+from serve.kernels.stack import Stack, StackRunner
 
 __all__ = [
     "add_rms_norm",
@@ -27,6 +28,7 @@ __all__ = [
     "linear_quantized",
     "pack_linear",
     "pack_quantized",
+    "packed_rows",
     "packs",
     "paged_attention",
     "quantized_rows",
@@ -35,6 +37,7 @@ __all__ = [
     "rope_",
     "set_num_threads",
     "silu_and_mul",
+    "stack",
 ]
 
 
@@ -54,18 +57,21 @@ class Ops(Protocol):
         """Give silu(gate) * up for the two halves of the last dimension."""
 
     def packs(self, dtype: torch.dtype) -> bool:
-        """Tell whether linear on packed weights pays for a type."""
+        """Tell whether linear on packed weights of a type pays."""
 
-    def pack_linear(self, weight: Tensor) -> PackedWeight:
-        """Repack a float32 weight [num_out, num_in]."""
+    def pack_linear(self, *parts: Tensor) -> PackedWeight:
+        """Repack weights [num_out, num_in] of one type, their outputs side by side."""
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """Give x times a packed weight, plus bias."""
+        """Give float32 x times a packed weight, plus bias."""
+
+    def packed_rows(self, weight: PackedWeight, indices: Tensor) -> Tensor:
+        """Look up rows of a packed weight as float32."""
 
     def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
         """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
 
-    def pack_quantized(self, blocks: QuantizedBlocks) -> QuantizedWeight:
+    def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
 
     def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
@@ -93,6 +99,9 @@ class Ops(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
     ) -> None:
         """Write attention in both directions to out, within each request."""
+
+    def stack(self, stack: Stack) -> StackRunner | None:
+        """Make what runs a whole decoder by one call a step, or None where it runs op by op."""
 
 
 def _choose_cpu_ops() -> Ops:
@@ -141,18 +150,23 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def packs(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell whether linear on packed weights pays on a device for a type; else use a plain product."""
+    """Tell whether linear on packed weights of a type pays on a device; else use a plain product."""
     return implementation(device_type).packs(dtype)
 
 
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """Repack a float32 weight [num_out, num_in] for linear."""
-    return implementation(weight.device.type).pack_linear(weight)
+def pack_linear(*parts: Tensor) -> PackedWeight:
+    """Repack weights [num_out, num_in] of one type for linear, their outputs side by side, without loss."""
+    return implementation(parts[0].device.type).pack_linear(*parts)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Give x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
+    """Give float32 x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
     return implementation(x.device.type).linear(x, weight, bias)
+
+
+def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
+    return implementation(indices.device.type).packed_rows(weight, indices)
 
 
 def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
@@ -160,9 +174,10 @@ def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
     return implementation(device_type).quantizes(type_name, dtype)
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks for linear_quantized, without loss."""
-    return implementation(blocks.rows.device.type).pack_quantized(blocks)
+    stored = blocks.codes if isinstance(blocks, AffineBlocks) else blocks.rows
+    return implementation(stored.device.type).pack_quantized(blocks)
 
 
 def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
@@ -211,3 +226,11 @@ def encoder_attention(
     Only query_start_loc, num_reqs and num_tokens of meta count: a request's tokens are all in the batch.
     """
     implementation(query.device.type).encoder_attention(query, key, value, meta, out, scale=scale)
+
+
+def stack(stack: Stack) -> StackRunner | None:
+    """Make what runs a whole decoder by one call a step, or None where it runs op by op.
+
+    Results are those of the single ops, to the bit.
+    """
+    return implementation(stack.norm.device.type).stack(stack)

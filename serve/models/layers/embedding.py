@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
-from serve.models.layers.linear import LinearLayer, PackedLinear, make_linear
+from serve.models.layers.linear import LinearLayer, PackedLinear, load_linear
+from serve.models.weights.loader import ParameterLoader
 
 
 class Embedding(Protocol):
     """Rows of a [vocab_size, hidden_size] matrix by token id."""
+
+    @property
+    def weight(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The matrix, in the form in which it is kept."""
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
@@ -38,13 +44,14 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class PlainEmbedding:
-    """Rows of weight [vocab_size, hidden_size]."""
+    """Rows of weight [vocab_size, hidden_size] as dtype, the compute type."""
 
     weight: Tensor
+    dtype: torch.dtype
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
+        return F.embedding(input_ids, self.weight).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class PackedEmbedding:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return self.weight.rows(input_ids)
+        return ops.packed_rows(self.weight, input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,14 @@ class OutputHead:
         return self.linear(hidden_states).float()
 
 
-def tied_embedding(weight: Tensor) -> tuple[Embedding, OutputHead]:
+def load_tied_embedding(loader: ParameterLoader, prefix: str) -> tuple[Embedding, OutputHead]:
     """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
-    linear = make_linear(weight)
-    if isinstance(linear, PackedLinear):
-        return PackedEmbedding(linear.weight), OutputHead(linear)
-    return PlainEmbedding(weight), OutputHead(linear)
+    packed = loader.packed(f"{prefix}.weight")
+    if packed is not None:
+        return PackedEmbedding(packed), OutputHead(PackedLinear(packed))
+    return load_embedding(loader, prefix), OutputHead(load_linear(loader, prefix))
+
+
+def load_embedding(loader: ParameterLoader, prefix: str) -> PlainEmbedding:
+    """Load a matrix [vocab_size, hidden_size] that is only looked up."""
+    return PlainEmbedding(loader.matrix(f"{prefix}.weight"), loader.dtype)
