@@ -152,7 +152,7 @@ SERVE_INLINE void score_groups(const float* query, const ChunkView<T>& chunk, in
 
 template <int R, typename T>
 void score_chunk(const float* query, const ChunkView<T>& chunk, KeyRange range, float* score) {
-  constexpr int G = std::min(kWidth<R>, 2);
+  constexpr int G = kWidth<R>;
   int group = range.first_group();
   for (; group + G <= range.end_group(); group += G) score_groups<R, G>(query, chunk, group, score);
   for (; group < range.end_group(); group++) score_groups<R, 1>(query, chunk, group, score);
