@@ -119,8 +119,9 @@ class CacheConfig:
     block_size: int = flag(16, "tokens per block; a multiple of 16")
     kv_cache_dtype: str = flag(
         "auto",
-        "type of cached keys and values; auto is the type of activations, float32 on the CPU",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "type of cached keys and values; auto is the type of activations, float32 on the CPU; int8 has a scale "
+        "for each head and token",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     gpu_memory_utilization: float = flag(
         0.92,

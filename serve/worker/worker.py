@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES: Final = 4 << 30
 CPU_KV_CACHE_SHARE: Final = 4
 CPU_TOKENS_PER_SEQ: Final = 512
+_CACHE_DTYPES: Final = {**DTYPES, "int8": torch.int8}
 _WARM_UP_ID: Final = "warm-up"
 _WARM_UP_TOKENS: Final = 32
 _MIB: Final = 1 << 20
@@ -72,7 +73,7 @@ class Worker:
         self._backend = select_backend(self._device)
         self._dtype = compute_dtype(config.model.dtype, checkpoint, self._device)
         cache_dtype = config.cache.kv_cache_dtype
-        self._kv_dtype = self._dtype if cache_dtype == "auto" else DTYPES[cache_dtype]
+        self._kv_dtype = self._dtype if cache_dtype == "auto" else _CACHE_DTYPES[cache_dtype]
         self._processors = ProcessorChain(load_processors(config.model.logits_processors))
         self._num_threads = 1
         self._num_blocks = 0
