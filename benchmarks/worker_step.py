@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels.attention import AttentionMetadata, KVCache
+from serve.models.layers.embedding import PromptEmbeds
 from serve.sampling_params import SamplingParams
 from serve.wire.step import CachedRequestData, NewRequestData, SchedulerOutput
 from serve.worker.logits_processors import ProcessorChain
@@ -53,9 +54,15 @@ class PreparedModel:
         self.seconds = 0.0
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], meta: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        return self._hidden[: meta.num_tokens]
+        return self._hidden[: meta.num_tokens if rows is None else len(rows)]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         start = time.thread_time()

@@ -36,7 +36,7 @@ CPU_MAX_NUM_SEQS: Final = 128
 
 # Name, default and meaning of what read_environment reads, for `serve --help` and docs/flags.md.
 ENVIRONMENT_HELP: Final = (
-    ("SERVE_CACHE_DIR", "$XDG_CACHE_HOME/serve, or ~/.cache/serve", "where fetched models are kept"),
+    ("SERVE_CACHE_DIR", "$XDG_CACHE_HOME/serve, or ~/.cache/serve", "where fetched models and packed weights are kept"),
     ("SERVE_API_KEY", "", "key(s) that requests must carry, separated by commas"),
     ("SERVE_LOG_LEVEL", "info", "lowest level that is logged"),
     ("SERVE_ENGINE_READY_TIMEOUT", "600", "seconds the engine core may take to become ready"),
@@ -76,6 +76,12 @@ class ModelConfig:
     )
     load_format: str = flag(
         "auto", "auto reads the checkpoint; dummy makes seeded random weights", choices=("auto", "dummy")
+    )
+    packed_weights_cache_bytes: int = flag(
+        20 << 30,
+        "bytes of packed weights kept on disk for faster starts, of all models together, the least recently used go; "
+        "0 = keep none",
+        kind="bytes",
     )
     max_logprobs: int = flag(20, "most logprobs a request may ask for; -1 = vocabulary")
     logprobs_mode: str = flag(
@@ -313,6 +319,8 @@ def _validate_engine(config: EngineConfig) -> None:
         _need(name.strip() != "", "--served-model-name", repr(name), "a name that is not empty")
     length = model.max_model_len
     _need(length is None or length == AUTO_MAX_MODEL_LEN or length >= 1, "--max-model-len", length, "positive, or -1")
+    size = model.packed_weights_cache_bytes
+    _need(size >= 0, "--packed-weights-cache-bytes", size, "0 or more")
     _need(model.max_logprobs >= -1, "--max-logprobs", model.max_logprobs, "-1 or more")
     for key, value in model.override_generation_config.items():
         is_usable = key in DEFAULT_SAMPLING_KEYS and type(value) in (int, float)
@@ -324,8 +332,8 @@ def _validate_engine(config: EngineConfig) -> None:
     _need(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
     blocks = cache.num_gpu_blocks_override
     _need(blocks is None or blocks >= 2, "--num-gpu-blocks-override", blocks, "at least 2 (block 0 is reserved)")
-    size = cache.kv_cache_memory_bytes
-    _need(size is None or size > 0, "--kv-cache-memory-bytes", size, "positive")
+    kv_bytes = cache.kv_cache_memory_bytes
+    _need(kv_bytes is None or kv_bytes > 0, "--kv-cache-memory-bytes", kv_bytes, "positive")
     for name, count in (
         ("--max-num-batched-tokens", sched.max_num_batched_tokens),
         ("--max-num-seqs", sched.max_num_seqs),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import shutil
@@ -292,12 +293,13 @@ def engine_core_main(arguments: Sequence[str]) -> None:
     try:
         from serve.core.executor.uniproc import UniprocExecutor
         from serve.core.proc import EngineCoreProc
-        from serve.worker.worker import Worker
+        from serve.worker.worker import Worker, load_registered_model
 
+        load = functools.partial(load_registered_model, cache_folder=environment.cache_dir / "packed")
         init = msgspec.msgpack.decode(link.recv(), type=EngineInit)
         process = EngineCoreProc(
             init,
-            UniprocExecutor(Worker, init.config, init.checkpoint),
+            UniprocExecutor(functools.partial(Worker, load=load), init.config, init.checkpoint),
             engine_index=int(index),
             report=lambda stage: link.send(msgspec.msgpack.encode(LoadProgress(stage))),
             drain_seconds=float(drain_seconds),

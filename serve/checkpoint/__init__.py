@@ -4,7 +4,15 @@ Model files are data: everything read here is JSON or a GGUF header, type-checke
 found inside them may not leave the folder.
 """
 
-from serve.checkpoint.arch import Checkpoint, EncoderArch, ModelArch, PoolerConfig, RopeScaling
+from serve.checkpoint.arch import (
+    Checkpoint,
+    EncoderArch,
+    ModelArch,
+    PoolerConfig,
+    Quantization,
+    RopeScaling,
+    WeightScheme,
+)
 from serve.checkpoint.folder import FAMILIES, read_generation_config, sampling_defaults
 from serve.checkpoint.load import load_checkpoint
 
@@ -14,7 +22,9 @@ __all__ = [
     "EncoderArch",
     "ModelArch",
     "PoolerConfig",
+    "Quantization",
     "RopeScaling",
+    "WeightScheme",
     "load_checkpoint",
     "read_generation_config",
     "sampling_defaults",

@@ -111,11 +111,43 @@ class PoolerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """One way to store matrices: codes of bits, group_size inputs with a scale in common (0: all of an output)."""
+
+    bits: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the matrices of safetensors files are stored as integers.
+
+    method is awq, gptq or compressed-tensors. zero_shift is what has to be added to a stored zero point. activations
+    names the type that the checkpoint's makers round activations to (int8), None when they leave them as they are.
+    """
+
+    method: str
+    schemes: tuple[WeightScheme, ...]
+    zero_shift: int = 0
+    activations: str | None = None
+
+    @property
+    def description(self) -> str:
+        """The kind in a few words, for people."""
+        kinds = [
+            f"{scheme.bits} bits, " + (f"groups of {scheme.group_size}" if scheme.group_size else "a scale an output")
+            for scheme in self.schemes
+        ]
+        return f"{self.method} ({'; '.join(kinds)})"
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model on disk. format is "safetensors" or "gguf"; root is the folder, weight_files absolute paths.
 
     eos_token_ids: primary first, then secondary ones. generation_defaults: the DEFAULT_SAMPLING_KEYS that the
-    model's generation_config.json sets. pooling is set when the model gives pooled results instead of tokens.
+    model's generation_config.json sets. pooling is set when the model gives pooled results instead of tokens,
+    quantization when safetensors files hold integers; a GGUF file says for each tensor how it is stored.
     """
 
     name: str
@@ -127,3 +159,4 @@ class Checkpoint:
     bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     pooling: PoolerConfig | None = None
+    quantization: Quantization | None = None

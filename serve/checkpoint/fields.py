@@ -135,6 +135,9 @@ class Fields:
         """Number of keys."""
         return len(self._content)
 
+    def names(self) -> list[str]:
+        return list(self._content)
+
     def has(self, key: str) -> bool:
         return self._content.get(key) is not None
 

@@ -12,6 +12,7 @@ from serve.checkpoint.arch import Checkpoint, ModelArch, RopeScaling
 from serve.checkpoint.encoder import ENCODERS, encoder_arch
 from serve.checkpoint.fields import MAX_LAYERS, Fields, check_rope, checkpoint_dtype, fail, producible, read_json
 from serve.checkpoint.pooling import DECODER_ALIASES, pooler_config
+from serve.checkpoint.quantization import read_quantization
 from serve.sampling_params import DEFAULT_SAMPLING_KEYS
 
 
@@ -75,8 +76,7 @@ def from_folder(folder: Path, name: str, need_weights: bool) -> Checkpoint:
     """Describe a folder with config.json. Raises ConfigError."""
     config = Fields(folder / "config.json", read_json(folder / "config.json", required=True))
     architecture = _architecture(config)
-    if config.has("quantization_config"):
-        fail(config.path, "the weights are quantised (quantization_config); only plain safetensors and GGUF are read")
+    quantization = read_quantization(folder, config)
     if architecture in ENCODERS:
         arch = encoder_arch(config, architecture)
     else:
@@ -93,6 +93,7 @@ def from_folder(folder: Path, name: str, need_weights: bool) -> Checkpoint:
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
         generation_defaults=sampling_defaults(generation),
         pooling=pooler_config(folder, config, architecture),
+        quantization=quantization,
     )
 
 

@@ -47,7 +47,7 @@ FOREIGN_FLAGS: Final = {
     "--pipeline-parallel-size": _ONE_REPLICA,
     "--data-parallel-size": _ONE_REPLICA,
     "--trust-remote-code": "code that comes with a model is never run",
-    "--quantization": "the format is read from the checkpoint; give a .gguf file as MODEL for quantized weights",
+    "--quantization": "the format is read from the checkpoint: .gguf, AWQ, GPTQ or compressed-tensors as MODEL",
     "--enable-lora": "this version serves no adapters; merge the adapter into the checkpoint",
     "--speculative-config": "this version has no speculative decoding",
     "--device": "this version computes on the CPU",

@@ -22,6 +22,7 @@ class TileFormat:
     group        inputs that share a scale
     unit_blocks  blocks of 32 inputs that a file's block holds: 1, or 8 for the K types
     has_minimum  value = scale * code + minimum, minus it for K types; else scale * (code - offset)
+    is_affine    value = scale * (code - zero), with one float32 scale and one zero point for all of a unit
     """
 
     number: int
@@ -32,6 +33,7 @@ class TileFormat:
     unit_blocks: int
     has_minimum: bool
     offset: int
+    is_affine: bool = False
 
     @property
     def unit_inputs(self) -> int:
@@ -41,7 +43,7 @@ class TileFormat:
     @property
     def is_super(self) -> bool:
         """Tell whether scales of groups are bytes that a factor of the whole block multiplies."""
-        return self.unit_blocks > 1
+        return self.unit_blocks > 1 and not self.is_affine
 
 
 TILE_FORMATS: Final[dict[str, TileFormat]] = {
@@ -56,6 +58,20 @@ TILE_FORMATS: Final[dict[str, TileFormat]] = {
     "Q5_K": TileFormat(8, 176, 4, 1, 32, 8, True, 0),
     "Q6_K": TileFormat(9, 210, 4, 2, 16, 8, False, 32),
 }
+# Tiles of matrices that come as codes, scales and zero points (AffineBlocks), not as blocks of bytes.
+AFFINE_FORMATS: Final[dict[str, TileFormat]] = {
+    "AFFINE4_32": TileFormat(10, 0, 4, 0, 32, 1, False, 0, is_affine=True),
+    "AFFINE4_64": TileFormat(11, 0, 4, 0, 32, 2, False, 0, is_affine=True),
+    "AFFINE4_128": TileFormat(12, 0, 4, 0, 32, 4, False, 0, is_affine=True),
+    "AFFINE8_32": TileFormat(13, 0, 8, 0, 32, 1, False, 0, is_affine=True),
+    "AFFINE8_64": TileFormat(14, 0, 8, 0, 32, 2, False, 0, is_affine=True),
+    "AFFINE8_128": TileFormat(15, 0, 8, 0, 32, 4, False, 0, is_affine=True),
+}
+
+
+def tile_format(type_name: str) -> TileFormat:
+    """Give the layout of a type's tiles; KeyError for a type that has none."""
+    return TILE_FORMATS.get(type_name) or AFFINE_FORMATS[type_name]
 
 
 @dataclass(frozen=True, slots=True)

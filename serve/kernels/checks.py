@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from serve.kernels.block_formats import TILE_FORMATS
+from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
 
 
 def check_norm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -70,6 +70,27 @@ def check_blocks(blocks: QuantizedBlocks) -> None:
         raise ValueError(f"rows {describe(rows)} must be uint8 [num_out, {row_bytes}] for {blocks.num_in} inputs")
 
 
+def check_affine_blocks(blocks: AffineBlocks) -> None:
+    """Check that codes are whole units of a known type, with a scale and a zero point for each."""
+    codes = blocks.codes
+    if blocks.type_name not in AFFINE_FORMATS:
+        raise ValueError(f"type {blocks.type_name} cannot be packed; known: {', '.join(AFFINE_FORMATS)}")
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or not codes.shape[1] or codes.shape[1] % blocks.group:
+        raise ValueError(f"codes {describe(codes)} must be uint8 [num_out, a multiple of {blocks.group}]")
+    shape = (codes.shape[0], codes.shape[1] // blocks.group)
+    for name, part, dtype in (("scales", blocks.scales, torch.float32), ("zeros", blocks.zeros, torch.uint8)):
+        if part.dtype != dtype or part.shape != shape:
+            raise ValueError(f"{name} {describe(part)} must be {dtype} {list(shape)}")
+    if blocks.input_order is not None:
+        check_order(blocks.input_order, codes.shape[1])
+
+
+def check_order(order: Tensor, num_in: int) -> None:
+    """Check that an order of inputs names each of them once."""
+    if order.dtype != torch.int64 or not torch.equal(order.sort().values, torch.arange(num_in)):
+        raise ValueError(f"input_order {describe(order)} must be int64 and name each of {num_in} inputs once")
+
+
 def check_linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None) -> None:
     """Check that rows of x have the inputs of every part and the bias the outputs of all."""
     if not parts or any(part.num_in != parts[0].num_in for part in parts):
@@ -116,6 +137,11 @@ def check_attention(query: Tensor, cache: KVCache, meta: AttentionMetadata, out:
         raise ValueError(f"num_heads={query.shape[1]} is not a multiple of num_kv_heads={cache.num_kv_heads}")
     if query.shape[0] < meta.num_tokens:
         raise ValueError(f"query has {query.shape[0]} rows for num_tokens={meta.num_tokens}")
+    check_metadata(meta)
+
+
+def check_metadata(meta: AttentionMetadata) -> None:
+    """Check the shapes and types of a step's requests."""
     for name, tensor, min_rows in (
         ("query_start_loc", meta.query_start_loc, meta.num_reqs + 1),
         ("seq_lens", meta.seq_lens, meta.num_reqs),
@@ -170,6 +196,11 @@ def row_error(place: int, row: int, num_rows: int) -> IndexError:
     return IndexError(f"index {place} is row {row} of a weight of {num_rows} rows")
 
 
+def token_error(token: int, token_id: int, vocab_size: int) -> IndexError:
+    """Say which token is none of the vocabulary."""
+    return IndexError(f"input_ids[{token}]={token_id} is outside the vocabulary of {vocab_size} tokens")
+
+
 def position_error(token: int, position: int, max_position: int) -> ValueError:
     """Say which position has no rotary angle."""
     return ValueError(f"positions[{token}]={position} is outside the rotary table of {max_position} positions")
@@ -188,3 +219,11 @@ def seq_len_error(request: int, seq_len: int, max_len: int) -> ValueError:
 def block_error(request: int, index: int, block_id: int, num_blocks: int) -> ValueError:
     """Say which entry of the block table points outside the cache."""
     return ValueError(f"block_table[{request}, {index}]={block_id} is outside the cache of {num_blocks} blocks")
+
+
+def cache_error(type_number: int, block_size: int, head_size: int) -> ValueError:
+    """Say that a cache is not what the layers need."""
+    return ValueError(
+        f"a KV cache of type {type_number}, block_size={block_size}, head_size={head_size} does not fit the layers, or "
+        "not the caches beside it"
+    )

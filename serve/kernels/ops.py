@@ -16,7 +16,8 @@ from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
+from serve.kernels.stack import Stack, StackRunner
 
 __all__ = [
     "add_rms_norm",
@@ -35,6 +36,7 @@ __all__ = [
     "rope_",
     "set_num_threads",
     "silu_and_mul",
+    "stack",
 ]
 
 
@@ -65,7 +67,7 @@ class Ops(Protocol):
     def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
         """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
 
-    def pack_quantized(self, blocks: QuantizedBlocks) -> QuantizedWeight:
+    def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
 
     def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
@@ -93,6 +95,9 @@ class Ops(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
     ) -> None:
         """Write attention in both directions to out, within each request."""
+
+    def stack(self, stack: Stack) -> StackRunner | None:
+        """Make what runs a whole decoder by one call a step, or None where it runs op by op."""
 
 
 def _choose_cpu_ops() -> Ops:
@@ -160,9 +165,10 @@ def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
     return implementation(device_type).quantizes(type_name, dtype)
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks for linear_quantized, without loss."""
-    return implementation(blocks.rows.device.type).pack_quantized(blocks)
+    stored = blocks.codes if isinstance(blocks, AffineBlocks) else blocks.rows
+    return implementation(stored.device.type).pack_quantized(blocks)
 
 
 def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
@@ -211,3 +217,11 @@ def encoder_attention(
     Only query_start_loc, num_reqs and num_tokens of meta count: a request's tokens are all in the batch.
     """
     implementation(query.device.type).encoder_attention(query, key, value, meta, out, scale=scale)
+
+
+def stack(stack: Stack) -> StackRunner | None:
+    """Make what runs a whole decoder by one call a step, or None where it runs op by op.
+
+    Results are those of the single ops, to the bit.
+    """
+    return implementation(stack.norm.device.type).stack(stack)

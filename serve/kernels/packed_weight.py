@@ -30,7 +30,11 @@ class PackedWeight:
         return self.data.transpose(1, 2).reshape(-1, self.num_in)[: self.num_out]
 
 
+def packed_shape(num_out: int, num_in: int) -> tuple[int, int, int]:
+    """Give the shape of a packed weight's data."""
+    return -(-num_out // WEIGHT_LANES), num_in, WEIGHT_LANES
+
+
 def empty_packed_weight(num_out: int, num_in: int) -> PackedWeight:
     """Reserve memory for a packed weight; the caller fills all of it."""
-    num_tiles = (num_out + WEIGHT_LANES - 1) // WEIGHT_LANES
-    return PackedWeight(torch.empty(num_tiles, num_in, WEIGHT_LANES), num_out, num_in)
+    return PackedWeight(torch.empty(packed_shape(num_out, num_in)), num_out, num_in)

@@ -12,7 +12,8 @@ from torch import Tensor
 from serve.kernels import checks
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight, pack_blocks
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
+from serve.kernels.stack import Stack, StackRunner
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -89,8 +90,11 @@ def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     return False
 
 
-def pack_quantized(blocks: QuantizedBlocks) -> QuantizedWeight:
+def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks, without loss."""
+    if isinstance(blocks, AffineBlocks):
+        checks.check_affine_blocks(blocks)
+        return pack_affine(blocks)
     checks.check_blocks(blocks)
     return pack_blocks(blocks)
 
@@ -215,3 +219,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window
 def _widen(tensor: Tensor) -> Tensor:
     """Give float64 as it is and everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def stack(stack: Stack) -> StackRunner | None:
+    """Give None: the layers run op by op."""
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ from serve.models.bert import build_encoder, encoder_shapes
 from serve.models.llama import build_llama, parameter_shapes
 from serve.models.pooler import Pooler, build_pooler, head_shapes
 from serve.models.weights.loader import ParameterLoader, open_weights
+from serve.models.weights.packed_cache import open_cache_entry
 
 _ENCODER_PREFIX: Final = re.compile(r"(bert|roberta)\.")
 # A decoder that was saved without a head has its parameters at the top.
@@ -56,10 +58,16 @@ class PoolingModel:
 
 
 def load_pooling_model(
-    checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_folder: Path | None = None,
 ) -> PoolingModel:
     """Build a checkpoint's model with its weights, or seeded random ones for load_format dummy.
 
+    cache_folder is where packed weights are kept between starts, None to keep none.
     Raises ConfigError (exit code MODEL) for weights that do not fit the architecture.
     """
     pooler_config = checkpoint.pooling
@@ -77,7 +85,8 @@ def load_pooling_model(
     source = open_weights(checkpoint, shapes, dummy_seed=seed, rename=rename)
     limit = config.max_model_len
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
-    with ParameterLoader(source, dtype=dtype, device=device) as loader:
+    cache = open_cache_entry(checkpoint, config, cache_folder, dtype=dtype, device=device)
+    with ParameterLoader(source, dtype=dtype, device=device, cache=cache) as loader:
         backbone = _build_backbone(arch, loader, max_model_len)
         return PoolingModel(backbone, build_pooler(pooler_config, loader, dtype))
 

@@ -6,6 +6,7 @@ Phase 7 of 11 begins here at start-up: the worker loads its model through load_m
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from serve.kernels.attention import AttentionMetadata, KVCache
 from serve.models.layers.embedding import PromptEmbeds
 from serve.models.llama import build_llama, parameter_shapes
 from serve.models.weights.loader import ParameterLoader, open_weights
+from serve.models.weights.packed_cache import open_cache_entry
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -40,8 +42,12 @@ class CausalLM(Protocol):
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches."""
+        """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches.
+
+        With rows [n] int64 only these tokens' hidden states are given, in this order: [n, hidden_size].
+        """
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Score the vocabulary for rows of hidden states: float32 [n, vocab_size] in new memory."""
@@ -57,9 +63,17 @@ BUILDERS: Final[dict[str, Builder]] = {
 }
 
 
-def load_model(checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_folder: Path | None = None,
+) -> CausalLM:
     """Build the checkpoint's model with its weights, or seeded random ones for load_format dummy.
 
+    cache_folder is where packed weights are kept between starts, None to keep none.
     Raises ConfigError (exit code MODEL) for an unknown architecture and for weights that do not fit it.
     """
     arch = checkpoint.arch
@@ -73,7 +87,8 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtyp
     source = open_weights(checkpoint, parameter_shapes(arch), dummy_seed=config.seed if is_dummy else None)
     limit = config.max_model_len
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
-    with ParameterLoader(source, dtype=dtype, device=device) as loader:
+    cache = open_cache_entry(checkpoint, config, cache_folder, dtype=dtype, device=device)
+    with ParameterLoader(source, dtype=dtype, device=device, cache=cache) as loader:
         return builder(arch, loader, max_model_len)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -42,12 +43,16 @@ ModelLoader = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], Ca
 
 
 def load_registered_model(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    cache_folder: Path | None = None,
 ) -> CausalLM | PoolingModel:
     """Build the checkpoint's architecture from the table of models and fill it."""
-    if checkpoint.pooling is not None:
-        return load_pooling_model(checkpoint, config.model, dtype=dtype, device=device)
-    return load_model(checkpoint, config.model, dtype=dtype, device=device)
+    load = load_model if checkpoint.pooling is None else load_pooling_model
+    return load(checkpoint, config.model, dtype=dtype, device=device, cache_folder=cache_folder)
 
 
 class Worker:

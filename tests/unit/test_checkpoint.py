@@ -200,7 +200,7 @@ def test_remote_code_of_a_config_is_never_looked_at(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5 is below 1"),
         ({"rope_scaling": [1]}, "rope_scaling is not an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "bits is missing"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is not a list"),
     ],

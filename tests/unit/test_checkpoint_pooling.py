@@ -92,7 +92,7 @@ def test_model_type_names_the_encoder_when_no_architecture_does(tmp_path: Path) 
         ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported; supported: gelu"),
         ({"is_decoder": True}, "is_decoder is set"),
         ({"num_attention_heads": 5}, "hidden_size 48 is not a multiple of num_attention_heads 5"),
-        ({"quantization_config": {}}, "the weights are quantised"),
+        ({"quantization_config": {}}, "a quantisation without quant_method is not supported"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions holds 0"),
     ],
 )

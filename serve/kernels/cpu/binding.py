@@ -2,11 +2,12 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 4
+ABI_VERSION = 6
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -22,6 +23,8 @@ BAD_BLOCK = 6
 BAD_ROW = 7
 BAD_CACHE = 8
 BAD_HEADS = 9
+BAD_LAYER = 10
+BAD_TOKEN = 11
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
@@ -34,6 +37,8 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_cpu_level": (_I32, ()),
     "serve_set_num_threads": (_I32, (_I32,)),
     "serve_num_threads": (_I32, ()),
+    "serve_pin_helpers": (_I32, (_PTR, _I32)),
+    "serve_run_ranges": (None, (_I64, _I64, _I64, _PTR, _PTR)),
     "serve_rms_norm": (None, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _FLOAT)),
     "serve_add_rms_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _FLOAT)),
     "serve_rope": (_I32, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _I32, _PTR, _I64, _I32, _PTR)),
@@ -48,6 +53,10 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR)),
     "serve_paged_attention": (_I32, (_PTR, _PTR, _I64, _I64, _I32, _PTR, _PTR, _PTR, _PTR)),
+    "serve_linear_layer": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR)),
+    "serve_check_stack": (_I32, (_PTR,)),
+    "serve_stack_scratch_bytes": (_I64, (_PTR, _I64)),
+    "serve_run_stack": (_I32, (_PTR, _PTR, _PTR)),
 }
 
 
@@ -117,6 +126,18 @@ def set_num_threads(num_threads: int) -> int:
         raise ValueError(f"num_threads={num_threads} is outside 1..256")
     loaded = load_library().library
     return num_threads if loaded is None else int(loaded.serve_set_num_threads(num_threads))
+
+
+def pin_helpers(cpus: Sequence[int]) -> int:
+    """Tie each helper thread to one of the processors, in order, and give how many were tied.
+
+    Helpers beyond the list, and all for an empty list, run where the system puts them. The calling thread is not
+    touched, and neither are helpers that a later set_num_threads adds.
+    """
+    loaded = load_library().library
+    if loaded is None:
+        return 0
+    return int(loaded.serve_pin_helpers((ctypes.c_int32 * len(cpus))(*cpus), len(cpus)))
 
 
 def library_description() -> str:

@@ -6,7 +6,7 @@
 namespace {
 
 // Raised with every change of an entry point, together with ABI_VERSION in binding.py.
-constexpr int32_t kAbiVersion = 4;
+constexpr int32_t kAbiVersion = 6;
 
 }  // namespace
 
@@ -33,3 +33,16 @@ SERVE_API int32_t serve_set_num_threads(int32_t num_threads) {
 }
 
 SERVE_API int32_t serve_num_threads() { return serve::num_threads(); }
+
+// Ties helper i to processor cpus[i]. Returns how many helpers were tied.
+SERVE_API int32_t serve_pin_helpers(const int32_t* cpus, int32_t num_cpus) {
+  return serve::pin_helpers(cpus, num_cpus);
+}
+
+// Calls function(context, begin, end) on all threads for ranges that cover [0, total) once; they have
+// about min_range items or more and begin at multiples of grain.
+SERVE_API void serve_run_ranges(int64_t total, int64_t min_range, int64_t grain,
+                                serve::RangeFunction function, void* context) {
+  if (total <= 0) return;
+  serve::run_ranges(total, min_range < 1 ? 1 : min_range, grain < 1 ? 1 : grain, function, context);
+}

@@ -11,11 +11,16 @@ from torch import Tensor
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
-from serve.models.layers.linear import LinearLayer, PackedLinear, make_linear
+from serve.models.layers.linear import LinearLayer, PackedLinear, PlainLinear
+from serve.models.weights.loader import ParameterLoader
 
 
 class Embedding(Protocol):
     """Rows of a [vocab_size, hidden_size] matrix by token id."""
+
+    @property
+    def weight(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The matrix, in the form in which it is kept."""
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
@@ -80,9 +85,10 @@ class OutputHead:
         return self.linear(hidden_states).float()
 
 
-def tied_embedding(weight: Tensor) -> tuple[Embedding, OutputHead]:
+def load_tied_embedding(loader: ParameterLoader, name: str) -> tuple[Embedding, OutputHead]:
     """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
-    linear = make_linear(weight)
-    if isinstance(linear, PackedLinear):
-        return PackedEmbedding(linear.weight), OutputHead(linear)
-    return PlainEmbedding(weight), OutputHead(linear)
+    packed = loader.packed(name)
+    if packed is not None:
+        return PackedEmbedding(packed), OutputHead(PackedLinear(packed))
+    weight = loader.parameter(name)
+    return PlainEmbedding(weight), OutputHead(PlainLinear(weight))

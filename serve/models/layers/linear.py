@@ -11,6 +11,7 @@ from torch import Tensor
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
+from serve.kernels.stack import LinearParts
 from serve.models.weights.loader import ParameterLoader
 
 
@@ -61,13 +62,6 @@ class QuantizedLinear:
         return ops.linear_quantized(x, self.parts, self.bias)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> PlainLinear | PackedLinear:
-    """Choose the form that suits the weight's device and type."""
-    if ops.packs(weight.device.type, weight.dtype):
-        return PackedLinear(ops.pack_linear(weight), bias)
-    return PlainLinear(weight, bias)
-
-
 def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> LinearLayer:
     """Load the layers under the prefixes as one, their outputs side by side in the order given."""
     names = [f"{prefix}.weight" for prefix in prefixes]
@@ -75,4 +69,14 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     parts = loader.quantized(*names)
     if parts is not None:
         return QuantizedLinear(parts, added)
-    return make_linear(loader.parameter(*names), added)
+    packed = loader.packed(*names)
+    return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)
+
+
+def kernel_parts(layer: LinearLayer) -> LinearParts | None:
+    """Give what a stack needs of a layer; None for a form that only its own call computes."""
+    if isinstance(layer, PackedLinear):
+        return LinearParts((layer.weight,), layer.bias)
+    if isinstance(layer, QuantizedLinear) and all(part.input_order is None for part in layer.parts):
+        return LinearParts(layer.parts, layer.bias)
+    return None

@@ -14,16 +14,20 @@ from torch import Tensor
 from serve.checkpoint import Checkpoint
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
-from serve.kernels.quantized_weight import QuantizedBlocks, QuantizedWeight
+from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, joinable, side_by_side
 from serve.models.weights.dummy import DummySource
 from serve.models.weights.gguf import GGUFSource
 from serve.models.weights.names import is_ignored
+from serve.models.weights.packed_cache import CacheEntry
+from serve.models.weights.quantized_safetensors import QuantizedSafetensorsSource
 from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
 _T = TypeVar("_T")
 _A = TypeVar("_A")
+_P = TypeVar("_P", QuantizedWeight, PackedWeight)
 
 Shape = tuple[int, ...]
 
@@ -41,7 +45,7 @@ class WeightSource(Protocol):
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
 
     def rope_divisors(self) -> Tensor | None:
@@ -68,7 +72,7 @@ class RenamedSource:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
 
-    def blocks(self, name: str) -> QuantizedBlocks | None:
+    def blocks(self, name: str) -> QuantizedBlocks | AffineBlocks | None:
         """Give a matrix's blocks as the file has them, None when it is not quantised."""
         return self._source.blocks(self._names[name])
 
@@ -94,6 +98,10 @@ def open_weights(
     source: WeightSource
     if checkpoint.format == "gguf":
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
+    elif checkpoint.quantization is not None:
+        source = QuantizedSafetensorsSource(
+            checkpoint, checkpoint.quantization, lambda name: (name if rename is None else rename(name)) in expected
+        )
     else:
         source = SafetensorsSource(checkpoint.weight_files)
     if rename is not None:
@@ -128,13 +136,16 @@ def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigE
 class ParameterLoader:
     """Hands out parameters in the compute type, on the device, and runs loading jobs on a few threads.
 
-    A context manager: leaving it ends the threads.
+    A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, cache: CacheEntry | None = None
+    ) -> None:
         self.device = device
         self._source = source
         self._dtype = dtype
+        self._cache = cache
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
 
     def __enter__(self) -> Self:
@@ -144,6 +155,8 @@ class ParameterLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if self._cache is not None and error is None:
+            self._cache.finish()
 
     def parameter(self, *names: str) -> Tensor:
         """Load one tensor, or several as one with their rows one after the other."""
@@ -162,16 +175,43 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
-        found = [self._source.blocks(name) for name in names]
-        groups: list[list[QuantizedBlocks]] = []
-        for blocks in found:
+        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+
+    def packed(self, *names: str) -> PackedWeight | None:
+        """Load matrices as one, packed for our own product; None when a plain one suits device and type."""
+        if not ops.packs(self.device.type, self._dtype):
+            return None
+        found = self._through_cache(PackedWeight, names, lambda: (ops.pack_linear(self.parameter(*names)),))
+        return None if found is None else found[0]
+
+    def _through_cache(
+        self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
+    ) -> tuple[_P, ...] | None:
+        """Give matrices as the cache has them, else pack them and leave them to it."""
+        if self._cache is None:
+            return pack()
+        name = "+".join(names)
+        found = self._cache.take(name)
+        if found is not None:
+            kept = tuple(part for part in found if isinstance(part, kind))
+            if len(kept) == len(found):
+                return kept
+        packed = pack()
+        if packed is not None:
+            self._cache.keep(name, packed)
+        return packed
+
+    def _pack_quantized(self, names: tuple[str, ...]) -> tuple[QuantizedWeight, ...] | None:
+        groups: list[list[QuantizedBlocks | AffineBlocks]] = []
+        for name in names:
+            blocks = self._source.blocks(name)
             if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self._dtype):
                 return None
-            if groups and groups[-1][0].type_name == blocks.type_name:
+            if groups and joinable(groups[-1][0], blocks):
                 groups[-1].append(blocks)
             else:
                 groups.append([blocks])
-        return tuple(ops.pack_quantized(_side_by_side(group)) for group in groups)
+        return tuple(ops.pack_quantized(side_by_side(group)) for group in groups)
 
     def rope_divisors(self) -> Tensor | None:
         """Give the file's divisors of rotary frequencies, if it has any."""
@@ -184,10 +224,3 @@ class ParameterLoader:
     def map(self, job: Callable[[_A], _T], items: Iterable[_A]) -> list[_T]:
         """Run a job for each item on the loading threads; results in order."""
         return list(self._pool.map(job, items))
-
-
-def _side_by_side(group: list[QuantizedBlocks]) -> QuantizedBlocks:
-    """Join the outputs of matrices of one type."""
-    if len(group) == 1:
-        return group[0]
-    return QuantizedBlocks(torch.cat([blocks.rows for blocks in group]), group[0].type_name, group[0].num_in)

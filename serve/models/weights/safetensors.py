@@ -29,6 +29,14 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# What files of quantised weights hold beside those.
+_INTEGER_DTYPES: Final[dict[str, torch.dtype]] = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +49,13 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """All tensors of a set of safetensors files."""
+    """All tensors of a set of safetensors files: floats, and integers where they are asked for."""
 
-    def __init__(self, files: Sequence[str]) -> None:
+    def __init__(self, files: Sequence[str], *, integers: bool = False) -> None:
         self._entries: dict[str, _Entry] = {}
+        dtypes = _DTYPES | _INTEGER_DTYPES if integers else _DTYPES
         for file in files:
-            for name, entry in _read_header(Path(file)).items():
+            for name, entry in _read_header(Path(file), dtypes).items():
                 if name in self._entries:
                     raise ConfigError(f"{file}: tensor {name!r} is also in another file", ExitCode.MODEL)
                 self._entries[name] = entry
@@ -59,14 +68,14 @@ class SafetensorsSource:
 
     def read(self, name: str, out: Tensor) -> None:
         """Copy a tensor to out, converting its type."""
-        out.copy_(self._view(name))
+        out.copy_(self.view(name))
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's memory when it already holds that type, aligned."""
         entry = self._entries[name]
         if entry.dtype != dtype or entry.begin % dtype.itemsize:
             return None
-        return self._view(name)
+        return self.view(name)
 
     def blocks(self, name: str) -> QuantizedBlocks | None:
         """Give None: nothing is quantised here."""
@@ -76,7 +85,12 @@ class SafetensorsSource:
         """Give None: the format's models say in config.json how frequencies are scaled."""
         return None
 
-    def _view(self, name: str) -> Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type of a tensor."""
+        return self._entries[name].dtype
+
+    def view(self, name: str) -> Tensor:
+        """Give a tensor as the file holds it, in the file's own memory where that is aligned."""
         entry = self._entries[name]
         raw = torch.from_numpy(entry.file[entry.begin : entry.end])
         if entry.begin % entry.dtype.itemsize:
@@ -84,7 +98,7 @@ class SafetensorsSource:
         return raw.view(entry.dtype).view(entry.shape)
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, _Entry]:
     """Parse and check one file's header; offsets become absolute."""
     try:
         size = path.stat().st_size
@@ -102,7 +116,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
     return {
-        name: _entry(path, name, description, memory, 8 + length)
+        name: _entry(path, name, description, memory=memory, data_begin=8 + length, dtypes=dtypes)
         for name, description in header.items()
         if name != "__metadata__" and not name.endswith(_BUFFERS)
     }
@@ -112,15 +126,17 @@ def _entry(
     path: Path,
     name: str,
     description: object,
+    *,
     memory: np.memmap[tuple[int, ...], np.dtype[np.uint8]],
     data_begin: int,
+    dtypes: Mapping[str, torch.dtype],
 ) -> _Entry:
     if not isinstance(description, dict):
         raise _damaged(path, f"tensor {name!r} has no description")
     kind, shape, offsets = (description.get(key) for key in ("dtype", "shape", "data_offsets"))
-    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    dtype = dtypes.get(kind) if isinstance(kind, str) else None
     if dtype is None:
-        supported = ", ".join(_DTYPES)
+        supported = ", ".join(dtypes)
         raise ConfigError(f"{path}: tensor {name!r} has type {kind}; supported: {supported}", ExitCode.MODEL)
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise _damaged(path, f"tensor {name!r} has shape {shape} and offsets {offsets}")
