@@ -229,7 +229,7 @@ def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, Ou
     is_tied = arch.tie_word_embeddings
     parts = loader.quantized(name)
     if parts is not None:
-        head = QuantizedLinear(parts) if is_tied else load_linear(loader, "lm_head")
+        head = QuantizedLinear(parts, None, loader.int8_activations) if is_tied else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
     if is_tied:
         return load_tied_embedding(loader, name)

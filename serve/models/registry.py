@@ -88,7 +88,8 @@ def load_model(
     limit = config.max_model_len
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
     cache = open_cache_entry(checkpoint, config, cache_folder, dtype=dtype, device=device)
-    with ParameterLoader(source, dtype=dtype, device=device, cache=cache) as loader:
+    int8 = config.cpu_activations == "int8"
+    with ParameterLoader(source, dtype=dtype, device=device, cache=cache, int8_activations=int8) as loader:
         return builder(arch, loader, max_model_len)
 
 

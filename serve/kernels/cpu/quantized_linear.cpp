@@ -7,7 +7,6 @@
 #include "quantized_linear.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "entry_points.h"
 #include "pool.h"
@@ -26,14 +25,16 @@ constexpr int kMaxPanelRows = 6;  // twelve sums, as many totals and what goes w
 constexpr int kMaxPanelRows = 4;
 #endif
 
-// Rows from which on it pays to expand a tile once for all of them. With sixteen registers and codes
-// that take a shift and a mask it never does.
-template <typename Form, typename T>
+// Rows from which on it pays to expand tiles once for all of them, 0 for never: with sixteen registers
+// codes that take a shift and a mask are expanded as fast as they are loaded.
+template <typename T>
 constexpr int64_t min_panel_rows() {
 #if defined(__AVX512F__)
   return kMaxTileRows + 1;
+#elif defined(__AVX2__)
+  return T::kHigh > 0 ? 2 * kMaxPanelRows : 0;
 #else
-  return T::kHigh > 0 ? 2 * kMaxPanelRows : std::numeric_limits<int64_t>::max();
+  return 0;
 #endif
 }
 
@@ -42,18 +43,18 @@ template <typename Source, int kRows, typename Info>
 SERVE_INLINE void add_group(const Source& source, int64_t b, int group,
                             const NativeInt (*sums)[Source::kNatives], const Info* const* infos,
                             Native (*totals)[Source::kNatives]) {
-  typedef typename Source::T T;
-  const int entry = T::kGroups == 1 ? 0 : 1 + group;
+  typedef typename Source::Shape S;
+  const int entry = S::kGroups == 1 ? 0 : 1 + group;
   Native scale[Source::kNatives], minimum[Source::kNatives];
   source.scale(b, group, scale);
-  if constexpr (T::kHasMinimum) source.minimum(b, group, minimum);
+  if constexpr (S::kHasMinimum) source.minimum(b, group, minimum);
   for (int r = 0; r < kRows; r++) {
     const Native row_scale = splat_native(infos[r][b].scale);
     const Native row_sum = splat_native(infos[r][b].scaled_sums[entry]);
     for (int i = 0; i < Source::kNatives; i++) {
       const Native value = __builtin_convertvector(sums[r][i], Native);
       totals[r][i] = fma_native(value, scale[i] * row_scale, totals[r][i]);
-      if constexpr (T::kHasMinimum) totals[r][i] = fma_native(minimum[i], row_sum, totals[r][i]);
+      if constexpr (S::kHasMinimum) totals[r][i] = fma_native(minimum[i], row_sum, totals[r][i]);
     }
   }
 }
@@ -72,7 +73,7 @@ void add_blocks(const Source& source, const X& x, int64_t row, int64_t first_blo
   }
   for (int64_t b = 0; b < num_blocks; b++) {
 #pragma GCC unroll 2
-    for (int group = 0; group < Source::T::kGroups; group++) {
+    for (int group = 0; group < Source::Shape::kGroups; group++) {
       NativeInt sums[kRows][Source::kNatives];
       add_up<Source, kRows>(source, b, group, codes, infos, sums);
       add_group<Source, kRows>(source, b, group, sums, infos, kept);
@@ -83,16 +84,14 @@ void add_blocks(const Source& source, const X& x, int64_t row, int64_t first_blo
   }
 }
 
-// The same for a number of rows up to kRows.
+// The same for any number of rows: kRows at a time, the rest by halves.
 template <typename Source, int kRows, typename X>
-void add_some_rows(const Source& source, const X& x, int64_t row, int64_t num_rows, int64_t first_block,
-                   int64_t num_blocks, Native (*totals)[Source::kNatives]) {
-  if constexpr (kRows > 1) {
-    if (num_rows < kRows) {
-      return add_some_rows<Source, kRows - 1>(source, x, row, num_rows, first_block, num_blocks, totals);
-    }
+void add_rows(const Source& source, const X& x, int64_t row, int64_t end, int64_t first_block,
+              int64_t num_blocks, Native (*totals)[Source::kNatives]) {
+  for (; row + kRows <= end; row += kRows, totals += kRows) {
+    add_blocks<Source, kRows>(source, x, row, first_block, num_blocks, totals);
   }
-  add_blocks<Source, kRows>(source, x, row, first_block, num_blocks, totals);
+  if constexpr (kRows > 1) add_rows<Source, kRows / 2>(source, x, row, end, first_block, num_blocks, totals);
 }
 
 // Adds bias and stores the totals of neighbouring tiles.
@@ -108,27 +107,25 @@ void finish(const QuantizedProduct& p, int64_t row, int64_t tile, const Native* 
   }
 }
 
-// Calls body(begin, end) for groups of rows of nearly one size, of at most most rows.
+// Calls body(begin, end) for ranges of nearly one size, of at most most items.
 template <typename Body>
-SERVE_INLINE void for_groups(int64_t num_rows, int64_t most, Body&& body) {
-  const int64_t num_groups = (num_rows + most - 1) / most;
-  for (int64_t i = 0; i < num_groups; i++) body(num_rows * i / num_groups, num_rows * (i + 1) / num_groups);
+SERVE_INLINE void for_ranges(int64_t total, int64_t most, Body&& body) {
+  const int64_t count = (total + most - 1) / most;
+  for (int64_t i = 0; i < count; i++) body(total * i / count, total * (i + 1) / count);
 }
 
-// kTiles tiles times rows [row, end), at most kMaxChunkRows of them, through a panel.
-template <typename Form, typename T, int kTiles>
+// kPanelTiles tiles times rows [row, end), at most kMaxChunkRows of them, through a panel.
+template <typename Form, typename T>
 void panel_tiles(const QuantizedProduct& p, int64_t tile, int64_t row, int64_t end) {
-  typedef Panel<Form, T, kTiles> Source;
+  typedef Panel<Form, typename Form::template PanelShape<T>, kPanelTiles> Source;
   const typename Form::Rows x{p.rows, p.num_in};
   const int64_t tile_bytes = T::tile_bytes(p.num_in);
   Native totals[kMaxChunkRows][Source::kNatives];
   std::memset(totals, 0, (size_t)(end - row) * sizeof totals[0]);
   Source panel;
-  for_groups(p.num_in / kBlockInputs, kPanelBlocks, [&](int64_t first, int64_t last) {
-    panel.fill(p.weight + tile * tile_bytes, tile_bytes, first, last);
-    for_groups(end - row, kMaxPanelRows, [&](int64_t from, int64_t to) {
-      add_some_rows<Source, kMaxPanelRows>(panel, x, row + from, to - from, first, last - first, totals + from);
-    });
+  for_ranges(p.num_in / kBlockInputs, kPanelBlocks, [&](int64_t first, int64_t last) {
+    panel.template fill<T>(p.weight + tile * tile_bytes, tile_bytes, first, last);
+    add_rows<Source, kMaxPanelRows>(panel, x, row, end, first, last - first, totals);
   });
   for (int64_t r = row; r < end; r++) finish<Source::kNatives>(p, r, tile, totals[r - row]);
 }
@@ -139,25 +136,21 @@ void one_tile(const QuantizedProduct& p, int64_t tile, int64_t row, int64_t end)
   typedef TileSource<Form, T> Source;
   const Source source{p.weight + tile * T::tile_bytes(p.num_in), 0};
   const typename Form::Rows x{p.rows, p.num_in};
-  for_groups(end - row, kMaxTileRows, [&](int64_t from, int64_t to) {
-    Native totals[kMaxTileRows][Source::kNatives] = {};
-    const int64_t num_blocks = p.num_in / kBlockInputs;
-    add_some_rows<Source, kMaxTileRows>(source, x, row + from, to - from, 0, num_blocks, totals);
-    for (int64_t r = from; r < to; r++) finish<Source::kNatives>(p, row + r, tile, totals[r - from]);
-  });
+  Native totals[kMaxChunkRows][Source::kNatives];
+  std::memset(totals, 0, (size_t)(end - row) * sizeof totals[0]);
+  add_rows<Source, kMaxTileRows>(source, x, row, end, 0, p.num_in / kBlockInputs, totals);
+  for (int64_t r = row; r < end; r++) finish<Source::kNatives>(p, r, tile, totals[r - row]);
 }
 
 template <typename Form, typename T>
 void tiles(const QuantizedProduct& p, int64_t begin, int64_t end) {
   const typename Form::Rows x{p.rows, p.num_in};
   const int64_t most = std::min(std::max(kChunkBytes / x.stride(), (int64_t)kMaxTileRows), kMaxChunkRows);
-  for_groups(p.num_rows, most, [&](int64_t row, int64_t end_row) {
+  for_ranges(p.num_rows, most, [&](int64_t row, int64_t end_row) {
     int64_t tile = begin;
-    if (end_row - row >= min_panel_rows<Form, T>()) {
-      for (; tile + kPanelTiles <= end; tile += kPanelTiles) {
-        panel_tiles<Form, T, kPanelTiles>(p, tile, row, end_row);
-      }
-      for (; tile < end; tile++) panel_tiles<Form, T, 1>(p, tile, row, end_row);
+    if constexpr (min_panel_rows<T>() > 0) {
+      const bool pays = end_row - row >= min_panel_rows<T>();
+      for (; pays && tile + kPanelTiles <= end; tile += kPanelTiles) panel_tiles<Form, T>(p, tile, row, end_row);
     }
     for (; tile < end; tile++) one_tile<Form, T>(p, tile, row, end_row);
   });

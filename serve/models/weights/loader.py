@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from serve.models.weights.names import is_ignored
 from serve.models.weights.packed_cache import CacheEntry
 from serve.models.weights.quantized_safetensors import QuantizedSafetensorsSource
 from serve.models.weights.safetensors import SafetensorsSource
+
+log = logging.getLogger(__name__)
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
@@ -140,9 +143,17 @@ class ParameterLoader:
     """
 
     def __init__(
-        self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, cache: CacheEntry | None = None
+        self,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache: CacheEntry | None = None,
+        int8_activations: bool = False,
     ) -> None:
         self.device = device
+        self.int8_activations = int8_activations
+        self._has_quantized = False
         self._source = source
         self._dtype = dtype
         self._cache = cache
@@ -155,8 +166,14 @@ class ParameterLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        if self._cache is not None and error is None:
+        if error is not None:
+            return
+        if self._cache is not None:
             self._cache.finish()
+        if self.int8_activations and not self._has_quantized:
+            log.warning(
+                "--cpu-activations int8 has no effect: no layer of this model is computed on quantised weights here"
+            )
 
     def parameter(self, *names: str) -> Tensor:
         """Load one tensor, or several as one with their rows one after the other."""
@@ -175,7 +192,9 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
-        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+        found = self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+        self._has_quantized |= found is not None
+        return found
 
     def packed(self, *names: str) -> PackedWeight | None:
         """Load matrices as one, packed for our own product; None when a plain one suits device and type."""
