@@ -99,12 +99,8 @@ def divergence(exact: Tensor, actual: Tensor) -> float:
 
 
 def load(
-    path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_model_len: int | None = None,
-    cpu_activations: str = "exact",
+    path: str | Path, *, dtype: str = "auto", max_model_len: int | None = None, cpu_activations: str = "exact"
 ) -> CausalLM:
     """Load a model as the worker does."""
-    config = ModelConfig(model=str(path), max_model_len=max_model_len, cpu_activations=cpu_activations)
-    return load_model(load_checkpoint(path), config, dtype=dtype, device=CPU)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len, cpu_activations=cpu_activations)
+    return load_model(load_checkpoint(path), config, dtype=torch.float32, device=CPU)

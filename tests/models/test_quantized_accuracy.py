@@ -68,6 +68,10 @@ class BlockSource:
         """Give a matrix's blocks."""
         return self.matrices.get(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type of a tensor."""
+        return torch.float32
+
     def rope_divisors(self) -> torch.Tensor | None:
         """None: frequencies are as usual."""
         return None
