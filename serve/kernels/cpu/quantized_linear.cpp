@@ -136,10 +136,12 @@ void one_tile(const QuantizedProduct& p, int64_t tile, int64_t row, int64_t end)
   typedef TileSource<Form, T> Source;
   const Source source{p.weight + tile * T::tile_bytes(p.num_in), 0};
   const typename Form::Rows x{p.rows, p.num_in};
-  Native totals[kMaxChunkRows][Source::kNatives];
-  std::memset(totals, 0, (size_t)(end - row) * sizeof totals[0]);
-  add_rows<Source, kMaxTileRows>(source, x, row, end, 0, p.num_in / kBlockInputs, totals);
-  for (int64_t r = row; r < end; r++) finish<Source::kNatives>(p, r, tile, totals[r - row]);
+  for (; row < end; row += kMaxTileRows) {
+    const int64_t last = std::min(row + kMaxTileRows, end);
+    Native totals[kMaxTileRows][Source::kNatives] = {};
+    add_rows<Source, kMaxTileRows>(source, x, row, last, 0, p.num_in / kBlockInputs, totals);
+    for (int64_t r = row; r < last; r++) finish<Source::kNatives>(p, r, tile, totals[r - row]);
+  }
 }
 
 template <typename Form, typename T>
