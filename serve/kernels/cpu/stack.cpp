@@ -340,5 +340,7 @@ SERVE_API serve::Status serve_run_stack(const serve::StackPlan* plan, const serv
                                         serve::Fault* fault) {
   using namespace serve;
   const Status status = check_step(*plan, *step, fault);
-  return status == kOk ? Step(*plan, *step).run() : status;
+  if (status != kOk) return status;
+  const ReadyHelpers ready;
+  return Step(*plan, *step).run();
 }
