@@ -18,11 +18,16 @@ namespace {
 constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 constexpr int64_t kChunkBytes = 512 * 1024;   // rows as integers that stay in the L2 cache
 constexpr int64_t kMaxChunkRows = 240;
-constexpr int kMaxTileRows = 4;               // that share a tile's codes while they are in registers
+// Rows that share the codes of a tile in registers, and those that pass over a panel together.
 #if defined(__AVX512F__)
+constexpr int kMaxTileRows = 4;
 constexpr int kMaxPanelRows = 6;  // twelve sums, as many totals and what goes with them: 32 registers
-#else
+#elif defined(__AVX2__)
+constexpr int kMaxTileRows = 4;
 constexpr int kMaxPanelRows = 4;
+#else
+constexpr int kMaxTileRows = 2;
+constexpr int kMaxPanelRows = 2;
 #endif
 
 // Rows from which on it pays to expand tiles once for all of them, 0 for never: with sixteen registers
