@@ -10,7 +10,6 @@ import torch
 from serve.config import DeviceConfig
 from serve.cpus import keep_process_on, parse_cpu_list, tie_thread, usable_set, write_cpu_list
 from serve.kernels import ops
-from serve.kernels.cpu.binding import load_library
 from serve.worker.host import count_cores, usable_cpus
 
 log = logging.getLogger(__name__)
@@ -53,8 +52,7 @@ def start_threads(config: DeviceConfig, *, pool_computes: bool) -> int:
     usable = usable_set()
     num_cpus = min(usable_cpus(), torch.get_num_threads())
     plan = plan_threads(config, num_cpus=num_cpus, num_cores=min(num_cpus, count_cores(usable)))
-    is_own_pool = pool_computes and load_library().library is not None
-    torch.set_num_threads(1 if is_own_pool else plan.num_threads)
+    torch.set_num_threads(1 if pool_computes else plan.num_threads)
     ops.set_num_threads(plan.num_threads)
     if plan.cpus:
         keep_process_on(plan.cpus)

@@ -16,6 +16,7 @@ BASE = frozenset(
         "cpus",
         "errors",
         "gguf",
+        "heap",
         "limits",
         "log",
         "model_store",

@@ -48,8 +48,7 @@ def test_only_one_of_the_two_pools_gets_threads(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert start_threads(DeviceConfig(cpu_threads=2), pool_computes=pool_computes) == 2
-    without_library = "plain torch" in ops.library_description()
-    assert torch.get_num_threads() == (1 if pool_computes and not without_library else 2)
+    assert torch.get_num_threads() == (1 if pool_computes else 2)
     assert "threads=2 processors=" in caplog.text
     assert "--cpu-threads" in caplog.text
 
