@@ -13,7 +13,7 @@ from torch import Tensor
 from serve.kernels import reference
 from serve.kernels.cpu import binding
 from serve.kernels.cpu import ops as cpu_ops
-from serve.kernels.cpu.binding import library_description, set_num_threads
+from serve.kernels.cpu.binding import library_description, pin_helpers, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
@@ -31,6 +31,7 @@ __all__ = [
     "packed_rows",
     "packs",
     "paged_attention",
+    "pin_helpers",
     "quantized_rows",
     "quantizes",
     "rms_norm",
@@ -74,7 +75,14 @@ class Ops(Protocol):
     def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
 
-    def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+    def linear_quantized(
+        self,
+        x: Tensor,
+        parts: Sequence[QuantizedWeight],
+        bias: Tensor | None = None,
+        *,
+        int8_activations: bool = False,
+    ) -> Tensor:
         """Give x times quantised weights side by side, plus bias."""
 
     def quantized_rows(self, weight: QuantizedWeight, indices: Tensor) -> Tensor:
@@ -182,9 +190,11 @@ def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     return implementation(stored.device.type).pack_quantized(blocks)
 
 
-def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+def linear_quantized(
+    x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, *, int8_activations: bool = False
+) -> Tensor:
     """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all]."""
-    return implementation(x.device.type).linear_quantized(x, parts, bias)
+    return implementation(x.device.type).linear_quantized(x, parts, bias, int8_activations=int8_activations)
 
 
 def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:

@@ -184,10 +184,12 @@ def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     return weight
 
 
-def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+def linear_quantized(
+    x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, *, int8_activations: bool = False
+) -> Tensor:
     """Give x times each part, side by side, plus bias; see the twin.
 
-    Rows of x are rounded to 16-bit integers with one scale for 32 inputs. Every output adds its
+    Rows of x are rounded to 16-bit integers, or to 8 bits, with one scale for 32 inputs. Every output adds its
     blocks in one fixed order, so a row is the same to the bit in every batch and with any number of
     threads. A row with an input that is not finite is not a number in every output.
     """
@@ -196,8 +198,8 @@ def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor |
     num_rows, num_in = x.shape
     rows = x if x.stride(1) == 1 else x.contiguous()
     # int64: the integers and floats inside need alignment.
-    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in) // 8, dtype=torch.int64)
-    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in)
+    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in, int8_activations) // 8, dtype=torch.int64)
+    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations)
     num_out = sum(part.num_out for part in parts)
     out = torch.empty((num_rows, num_out))
     plain_bias = None if bias is None else bias.contiguous()
@@ -213,6 +215,7 @@ def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor |
             num_rows,
             num_in,
             part.num_out,
+            int8_activations,
         )
         first += part.num_out
     return out
