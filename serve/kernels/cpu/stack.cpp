@@ -42,7 +42,7 @@ struct Sizes {
         heads((int64_t)plan.num_heads * plan.head_size),
         qkv(heads + 2 * (int64_t)plan.num_kv_heads * plan.head_size),
         gate_up(2 * plan.inner_size),
-        codes(quantized_row_bytes(std::max({hidden, heads, plan.inner_size}), kExactActivations)) {}
+        codes(quantized_row_bytes(std::max({hidden, heads, plan.inner_size}), kExact)) {}
 };
 
 // Working memory of a step. A row of update is added to its residual, then holds the norm.
