@@ -7,6 +7,7 @@ runs 128 and the types that differ in how they are computed.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ from serve.models.weights.loader import ParameterLoader
 from serve.renderers.tokenizer import load_tokenizer
 from tests.checkpoints import load_gguf_reference, reference_logits
 from tests.models.harness import CPU, PagedRunner, divergence, load
+
+log = logging.getLogger(__name__)
 
 Kind = gguf.GGMLQuantizationType
 IS_FULL = "SERVE_TEST_KL" in os.environ
@@ -106,7 +109,7 @@ def perplexity(logits: torch.Tensor, token_ids: list[int]) -> float:
 
 
 def is_close(exact: torch.Tensor, actual: torch.Tensor, token_ids: list[int], *, int8: bool) -> bool:
-    """Tell whether logits are as close as the form promises, and print by how much."""
+    """Tell whether logits are as close as the form promises, and log by how much."""
     gap = divergence(exact, actual)
     same = float((exact.argmax(dim=1) == actual.argmax(dim=1)).float().mean())
     ratio = perplexity(actual, token_ids) / perplexity(exact, token_ids)
