@@ -60,8 +60,9 @@ class PreparedModel:
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        return self._hidden[: meta.num_tokens]
+        return self._hidden[: meta.num_tokens if rows is None else len(rows)]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         start = time.thread_time()

@@ -48,10 +48,12 @@ class ScriptedModel:
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         assert prompt_embeds is None, "the scripted model looks at ids only"
         assert len(input_ids) == meta.num_tokens == len(positions)
-        return torch.stack([input_ids.double(), positions.double()], dim=1)
+        hidden = torch.stack([input_ids.double(), positions.double()], dim=1)
+        return hidden if rows is None else hidden[rows]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         self.num_logits_rows.append(len(hidden_states))
@@ -87,6 +89,7 @@ class TinyAttentionModel:
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         w = self._torch
         hidden = w["embed"][input_ids.long()]
@@ -102,7 +105,7 @@ class TinyAttentionModel:
             attended = torch.full_like(query, float("nan"))
             self._backend.attend(query, kv_caches[layer], meta, attended, scale=self.head_size**-0.5)
             hidden = hidden + attended.view(num_tokens, -1) @ w["out"][layer]
-        return hidden
+        return hidden if rows is None else hidden[rows]
 
     def embeddings(self) -> NDArray[np.float32]:
         """Give what forward looks up for each id, [vocab_size, hidden_size]."""

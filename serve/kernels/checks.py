@@ -137,6 +137,11 @@ def check_attention(query: Tensor, cache: KVCache, meta: AttentionMetadata, out:
         raise ValueError(f"num_heads={query.shape[1]} is not a multiple of num_kv_heads={cache.num_kv_heads}")
     if query.shape[0] < meta.num_tokens:
         raise ValueError(f"query has {query.shape[0]} rows for num_tokens={meta.num_tokens}")
+    check_metadata(meta)
+
+
+def check_metadata(meta: AttentionMetadata) -> None:
+    """Check the shapes and types of a step's requests."""
     for name, tensor, min_rows in (
         ("query_start_loc", meta.query_start_loc, meta.num_reqs + 1),
         ("seq_lens", meta.seq_lens, meta.num_reqs),
@@ -191,6 +196,11 @@ def row_error(place: int, row: int, num_rows: int) -> IndexError:
     return IndexError(f"index {place} is row {row} of a weight of {num_rows} rows")
 
 
+def token_error(token: int, token_id: int, vocab_size: int) -> IndexError:
+    """Say which token is none of the vocabulary."""
+    return IndexError(f"input_ids[{token}]={token_id} is outside the vocabulary of {vocab_size} tokens")
+
+
 def position_error(token: int, position: int, max_position: int) -> ValueError:
     """Say which position has no rotary angle."""
     return ValueError(f"positions[{token}]={position} is outside the rotary table of {max_position} positions")
@@ -209,3 +219,11 @@ def seq_len_error(request: int, seq_len: int, max_len: int) -> ValueError:
 def block_error(request: int, index: int, block_id: int, num_blocks: int) -> ValueError:
     """Say which entry of the block table points outside the cache."""
     return ValueError(f"block_table[{request}, {index}]={block_id} is outside the cache of {num_blocks} blocks")
+
+
+def cache_error(type_number: int, block_size: int, head_size: int) -> ValueError:
+    """Say that a cache is not what the layers need."""
+    return ValueError(
+        f"a KV cache of type {type_number}, block_size={block_size}, head_size={head_size} does not fit the layers, or "
+        "not the caches beside it"
+    )

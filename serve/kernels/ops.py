@@ -17,6 +17,7 @@ from serve.kernels.cpu.binding import library_description, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
+from serve.kernels.stack import Stack, StackRunner
 
 __all__ = [
     "add_rms_norm",
@@ -35,6 +36,7 @@ __all__ = [
     "rope_",
     "set_num_threads",
     "silu_and_mul",
+    "stack",
 ]
 
 
@@ -93,6 +95,9 @@ class Ops(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, meta: AttentionMetadata, out: Tensor, *, scale: float
     ) -> None:
         """Write attention in both directions to out, within each request."""
+
+    def stack(self, stack: Stack) -> StackRunner | None:
+        """Make what runs a whole decoder by one call a step, or None where it runs op by op."""
 
 
 def _choose_cpu_ops() -> Ops:
@@ -212,3 +217,11 @@ def encoder_attention(
     Only query_start_loc, num_reqs and num_tokens of meta count: a request's tokens are all in the batch.
     """
     implementation(query.device.type).encoder_attention(query, key, value, meta, out, scale=scale)
+
+
+def stack(stack: Stack) -> StackRunner | None:
+    """Make what runs a whole decoder by one call a step, or None where it runs op by op.
+
+    Results are those of the single ops, to the bit.
+    """
+    return implementation(stack.norm.device.type).stack(stack)

@@ -13,6 +13,7 @@ from serve.kernels import checks
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
+from serve.kernels.stack import Stack, StackRunner
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -218,3 +219,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window
 def _widen(tensor: Tensor) -> Tensor:
     """Give float64 as it is and everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def stack(stack: Stack) -> StackRunner | None:
+    """Give None: the layers run op by op."""
+    return None

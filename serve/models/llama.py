@@ -1,6 +1,6 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3: one definition, varied by ModelArch fields.
+"""Phase 7 of 11: the decoder of Llama, Mistral, Qwen2 and Qwen3, one definition, varied by ModelArch fields.
 
-Phase 7 of 11: forward computes a step's hidden states, compute_logits their scores.
+forward computes a step's hidden states, compute_logits their scores.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from serve.checkpoint import ModelArch
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import AttentionBackend, AttentionMetadata, KVCache, select_backend
+from serve.kernels.stack import Stack, StackLayer, StackRunner
 from serve.models.layers.attention import Attention, AttentionGeometry
 from serve.models.layers.embedding import (
     Embedding,
@@ -24,7 +25,7 @@ from serve.models.layers.embedding import (
     QuantizedEmbedding,
     load_tied_embedding,
 )
-from serve.models.layers.linear import LinearLayer, QuantizedLinear, load_linear
+from serve.models.layers.linear import LinearLayer, QuantizedLinear, kernel_parts, load_linear
 from serve.models.layers.norm import RMSNorm
 from serve.models.layers.rope import cos_sin_table
 from serve.models.weights.loader import ParameterLoader
@@ -56,21 +57,35 @@ class DecoderLayer:
     mlp: GatedMLP
 
 
-class LlamaModel:
-    """A decoder with its weights. num_layers, num_kv_heads and head_size describe its cache."""
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model's parts in the order that a token passes them."""
 
-    def __init__(
-        self, arch: ModelArch, *, embedding: Embedding, layers: list[DecoderLayer], norm: RMSNorm, head: OutputHead
-    ) -> None:
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: RMSNorm
+    head: OutputHead
+
+
+class LlamaModel:
+    """A decoder with its weights. num_layers, num_kv_heads and head_size describe its cache.
+
+    Where the device's kernels can, one call runs all layers of a step; otherwise they run op by op, as written here.
+    Both give the same bits.
+    """
+
+    def __init__(self, arch: ModelArch, decoder: Decoder, *, one_call: bool = True) -> None:
         self.num_layers = arch.num_layers
         self.num_kv_heads = arch.num_kv_heads
         self.head_size = arch.head_size
-        self._embedding = embedding
-        self._layers = layers
-        self._norm = norm
-        self._head = head
+        self._arch = arch
+        self._decoder = decoder
+        self._stack = make_stack(decoder) if one_call else None
 
-    @torch.inference_mode()
+    def op_by_op(self) -> LlamaModel:
+        """Give the same model, with the same weights in memory, that computes layer by layer."""
+        return LlamaModel(self._arch, self._decoder, one_call=False)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -78,30 +93,93 @@ class LlamaModel:
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Compute the last layer's output and write the tokens' keys and values to the caches.
 
-        input_ids  [num_tokens] int32 or int64
+        input_ids  [num_tokens] int32
         positions  [num_tokens] int64
-        kv_caches  one for each layer
+        kv_caches  one for each layer, the same list in every step
         prompt_embeds  rows that are not looked up but given
-        Returns hidden_states [num_tokens, hidden_size] in the compute type, final norm included.
+        rows       [n] int64, the tokens whose hidden states are wanted, in this order; None = all
+        Returns hidden_states [n or num_tokens, hidden_size] in the compute type, final norm included.
         """
-        residual = self._embedding(input_ids)
+        if self._stack is None:
+            hidden_states = self._forward_op_by_op(input_ids, positions, kv_caches, meta, prompt_embeds)
+            return hidden_states if rows is None else hidden_states[rows]
+        embeds = None if prompt_embeds is None else (prompt_embeds.rows, prompt_embeds.values)
+        return self._stack.forward(input_ids, positions, kv_caches, meta, embeds=embeds, rows=rows)
+
+    @torch.inference_mode()
+    def _forward_op_by_op(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        meta: AttentionMetadata,
+        prompt_embeds: PromptEmbeds | None,
+    ) -> Tensor:
+        residual = self._decoder.embedding(input_ids)
         if prompt_embeds is not None:
             prompt_embeds.write_to(residual)
         update: Tensor | None = None
-        for layer, cache in zip(self._layers, kv_caches, strict=True):
+        for layer, cache in zip(self._decoder.layers, kv_caches, strict=True):
             norm = layer.input_norm
             x = norm(residual) if update is None else norm.add(update, residual)
             update = layer.attention(x, positions, cache, meta)
             update = layer.mlp(layer.post_attention_norm.add(update, residual))
-        return self._norm(residual) if update is None else self._norm.add(update, residual)
+        norm = self._decoder.norm
+        return norm(residual) if update is None else norm.add(update, residual)
 
-    @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Score the vocabulary for rows of hidden states: [n, hidden_size] to float32 [n, vocab_size]."""
-        return self._head(hidden_states)
+        if self._stack is not None:
+            return self._stack.logits(hidden_states)
+        with torch.inference_mode():
+            return self._decoder.head(hidden_states)
+
+
+def make_stack(decoder: Decoder) -> StackRunner | None:
+    """Make what runs all layers by one call; None when some part has a form that only its own op computes."""
+    layers = [_stack_layer(layer) for layer in decoder.layers]
+    known = tuple(layer for layer in layers if layer is not None)
+    head = kernel_parts(decoder.head.linear)
+    if not known or len(known) < len(layers) or head is None:
+        return None
+    attention = decoder.layers[0].attention
+    geometry = attention.geometry
+    stack = Stack(
+        embedding=decoder.embedding.weight,
+        layers=known,
+        norm=decoder.norm.weight,
+        head=head,
+        cos_sin=attention.cos_sin,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size,
+        scale=geometry.scale,
+        eps=decoder.norm.eps,
+    )
+    return ops.stack(stack)
+
+
+def _stack_layer(layer: DecoderLayer) -> StackLayer | None:
+    attention, mlp = layer.attention, layer.mlp
+    qkv, out = kernel_parts(attention.qkv), kernel_parts(attention.out)
+    gate_up, down = kernel_parts(mlp.gate_up), kernel_parts(mlp.down)
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
+    return StackLayer(
+        input_norm=layer.input_norm.weight,
+        post_attention_norm=layer.post_attention_norm.weight,
+        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
+        window=attention.geometry.window,
+    )
 
 
 def parameter_shapes(arch: ModelArch) -> dict[str, tuple[int, ...]]:
@@ -143,7 +221,7 @@ def build_llama(arch: ModelArch, loader: ParameterLoader, max_model_len: int) ->
     layers = loader.map(lambda index: _build_layer(arch, index, loader, cos_sin, backend), range(arch.num_layers))
     embedding, head = ends.result()
     norm = RMSNorm(loader.parameter("model.norm.weight"), arch.rms_norm_eps)
-    return LlamaModel(arch, embedding=embedding, layers=layers, norm=norm, head=head)
+    return LlamaModel(arch, Decoder(embedding, tuple(layers), norm, head))
 
 
 def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, OutputHead]:

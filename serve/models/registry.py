@@ -42,8 +42,12 @@ class CausalLM(Protocol):
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches."""
+        """Compute hidden_states [num_tokens, hidden_size] and write the tokens' keys and values to the caches.
+
+        With rows [n] int64 only these tokens' hidden states are given, in this order: [n, hidden_size].
+        """
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Score the vocabulary for rows of hidden states: float32 [n, vocab_size] in new memory."""

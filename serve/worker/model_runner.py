@@ -87,14 +87,17 @@ class ModelRunner:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         batch = self._builder.build(scheduler_output.num_scheduled_tokens)
         prompt_embeds = gather_prompt_embeds(batch, self._states) if self._states.prompt_embeds else None
+        order, rows = self._choose_rows(batch)
+        wants_all = bool(self._states.prompt_logprobs)
         hidden_states = self._model.forward(
-            batch.input_ids, batch.positions, self._kv_caches, batch.meta, prompt_embeds
+            batch.input_ids, batch.positions, self._kv_caches, batch.meta, prompt_embeds, None if wants_all else rows
         )
         errors = {req_id: self._refused[req_id] for req_id in batch.req_ids if req_id in self._refused}
         prompt_logprobs: dict[str, LogprobsLists] = {}
-        if self._states.prompt_logprobs:
+        if wants_all:
             prompt_logprobs = self._compute_prompt_logprobs(batch, hidden_states, errors)
-        order, logits = self._compute_logits(batch, hidden_states)
+            hidden_states = hidden_states if rows is None else hidden_states[rows]
+        logits = self._model.compute_logits(hidden_states) if order else None
         self._parked = ParkedStep(batch, order, logits, prompt_logprobs, errors)
         return None
 
@@ -146,21 +149,19 @@ class ModelRunner:
         if refusal is not None:
             self._refused[new.req_id] = refusal
 
-    def _compute_logits(self, batch: InputBatch, hidden_states: Tensor) -> tuple[list[int], Tensor | None]:
-        """Compute the logits of the requests that sample, and only those; give their order and the logits."""
-        order = batch.sampled.tolist()
-        if not order:
-            return order, None
-        if self._processors.is_empty and len(order) == len(hidden_states):
-            return order, self._model.compute_logits(hidden_states)
+    def _choose_rows(self, batch: InputBatch) -> tuple[list[int], Tensor | None]:
+        """Give the order of the requests that sample and their rows of the hidden states, None for all rows."""
+        order: list[int] = batch.sampled.tolist()
         indices = batch.logits_indices
-        if not self._processors.is_empty:
+        if order and not self._processors.is_empty:
             # Processors keep state by row: the rows follow their order, not the schedule's.
             place = {batch.req_ids[i]: row for row, i in enumerate(order)}
             rows = [place[req_id] for req_id in self._processors.arrange(list(place))]
             order = [order[row] for row in rows]
             indices = indices[rows]
-        return order, self._model.compute_logits(hidden_states[torch.from_numpy(indices)])
+        elif len(order) == batch.meta.num_tokens:
+            return order, None
+        return order, torch.from_numpy(indices)
 
     def _compute_prompt_logprobs(
         self, batch: InputBatch, hidden_states: Tensor, errors: dict[str, str]

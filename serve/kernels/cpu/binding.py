@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 6
+ABI_VERSION = 7
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -23,6 +23,8 @@ BAD_BLOCK = 6
 BAD_ROW = 7
 BAD_CACHE = 8
 BAD_HEADS = 9
+BAD_LAYER = 10
+BAD_TOKEN = 11
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
@@ -52,6 +54,10 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_write_kv": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR, _PTR)),
     "serve_paged_attention": (_I32, (_PTR, _PTR, _I64, _I64, _I32, _PTR, _PTR, _PTR, _PTR)),
+    "serve_linear_layer": (_I32, (_PTR, _PTR, _I64, _I64, _PTR, _PTR)),
+    "serve_check_stack": (_I32, (_PTR,)),
+    "serve_stack_scratch_bytes": (_I64, (_PTR, _I64)),
+    "serve_run_stack": (_I32, (_PTR, _PTR, _PTR)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Structures that the CPU library takes by pointer; cache_description.h declares the same, field by field.
+"""Structures that the CPU library takes by pointer; cache_description.h, linear_description.h and stack.h declare them.
 
 They hold bare addresses: whoever makes one keeps its tensors alive.
 """
@@ -15,6 +15,8 @@ _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
 _FLOAT = ctypes.c_float
 
+DENSE, QUANTIZED = 0, 1
+PLAIN_ROWS, PACKED_ROWS, QUANTIZED_ROWS = 0, 1, 2
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -53,6 +55,78 @@ class AttentionOptions(ctypes.Structure):
     """One layer's way to score keys."""
 
     _fields_ = (("scale", _FLOAT), ("window", _I32), ("soft_cap", _FLOAT), ("alibi_slopes", _PTR))
+
+
+class LinearPart(ctypes.Structure):
+    """Some outputs of a linear layer; kind is one of the constants above."""
+
+    _fields_ = (("kind", _I32), ("type", _I32), ("weight", _PTR), ("bias", _PTR), ("num_out", _I64))
+
+
+class LinearLayer(ctypes.Structure):
+    """A linear layer of parts of the same inputs."""
+
+    _fields_ = (("parts", ctypes.POINTER(LinearPart)), ("num_parts", _I64), ("num_in", _I64))
+
+
+class EmbeddingPlan(ctypes.Structure):
+    """Where the rows of tokens come from."""
+
+    _fields_ = (("kind", _I32), ("type", _I32), ("weight", _PTR), ("num_rows", _I64))
+
+
+class LayerPlan(ctypes.Structure):
+    """One decoder layer."""
+
+    _fields_ = (
+        ("input_norm", _PTR),
+        ("post_attention_norm", _PTR),
+        ("query_norm", _PTR),
+        ("key_norm", _PTR),
+        ("qkv", LinearLayer),
+        ("out", LinearLayer),
+        ("gate_up", LinearLayer),
+        ("down", LinearLayer),
+        ("attention", AttentionOptions),
+    )
+
+
+class StackPlan(ctypes.Structure):
+    """All layers of a decoder."""
+
+    _fields_ = (
+        ("embedding", EmbeddingPlan),
+        ("layers", ctypes.POINTER(LayerPlan)),
+        ("norm", _PTR),
+        ("cos_sin", _PTR),
+        ("num_layers", _I64),
+        ("hidden_size", _I64),
+        ("inner_size", _I64),
+        ("max_position", _I64),
+        ("num_heads", _I32),
+        ("num_kv_heads", _I32),
+        ("head_size", _I32),
+        ("rotary_size", _I32),
+        ("eps", _FLOAT),
+    )
+
+
+class StepInputs(ctypes.Structure):
+    """One step of a stack."""
+
+    _fields_ = (
+        ("input_ids", _PTR),
+        ("positions", _PTR),
+        ("batch", AttentionBatch),
+        ("caches", ctypes.POINTER(CacheDescription)),
+        ("embed_rows", _PTR),
+        ("embeds", _PTR),
+        ("num_embeds", _I64),
+        ("rows", _PTR),
+        ("num_rows", _I64),
+        ("hidden_states", _PTR),
+        ("scratch", _PTR),
+    )
 
 
 def describe_cache(cache: KVCache) -> CacheDescription:

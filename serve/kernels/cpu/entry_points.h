@@ -7,7 +7,9 @@
 #include <cstdint>
 
 #include "cache_description.h"
+#include "linear_description.h"
 #include "pool.h"
+#include "stack.h"
 #include "status.h"
 
 // library.cpp
@@ -68,3 +70,14 @@ SERVE_API serve::Status serve_paged_attention(
     const float* query, float* out, int64_t query_stride, int64_t out_stride, int32_t num_heads,
     const serve::AttentionBatch* batch, const serve::AttentionOptions* options,
     const serve::CacheDescription* cache, serve::Fault* fault);
+
+// linear_layer.cpp
+SERVE_API int32_t serve_linear_layer(const serve::LinearLayer* layer, const float* x,
+                                     int64_t x_stride, int64_t num_rows, uint8_t* codes,
+                                     float* out);
+
+// stack.cpp
+SERVE_API int32_t serve_check_stack(const serve::StackPlan* plan);
+SERVE_API int64_t serve_stack_scratch_bytes(const serve::StackPlan* plan, int64_t num_tokens);
+SERVE_API serve::Status serve_run_stack(const serve::StackPlan* plan, const serve::StepInputs* step,
+                                        serve::Fault* fault);

@@ -13,10 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
 from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
-from serve.kernels.cpu import binding, descriptions
+from serve.kernels.cpu import binding, descriptions, faults
+from serve.kernels.cpu.stack import build_stack
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, empty_quantized_weight
+from serve.kernels.stack import Stack, StackRunner
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -286,7 +288,7 @@ def paged_attention(
         ctypes.addressof(fault),
     )
     if status != binding.OK:
-        raise _attention_error(int(status), fault, cache, meta)
+        raise faults.batch_error(int(status), fault, cache, meta)
     if not is_direct:
         out.copy_(plain_out)
 
@@ -305,16 +307,9 @@ def encoder_attention(
         out[begin:end] = scaled_dot_product_attention(q, k, v, scale=scale)[0].transpose(0, 1)
 
 
-def _attention_error(status: int, fault: binding.Fault, cache: KVCache, meta: AttentionMetadata) -> Exception:
-    """Say what the library refused."""
-    if status == binding.BAD_QUERY_START:
-        return checks.query_start_error(fault.a, fault.b, meta.num_tokens)
-    if status == binding.BAD_SEQ_LEN:
-        return checks.seq_len_error(fault.a, fault.b, meta.block_table.shape[1] * cache.block_size)
-    if status == binding.BAD_BLOCK:
-        return checks.block_error(fault.a, fault.b, fault.c, cache.num_blocks)
-    assert status == binding.OUT_OF_MEMORY, f"unknown status {status} of serve_paged_attention"
-    return MemoryError("no memory left for the partial sums of attention")
+def stack(stack: Stack) -> StackRunner | None:
+    """Make what runs a whole decoder by one call a step, or None for tensors that only the single ops take."""
+    return build_stack(stack)
 
 
 def _has_plain_heads(heads: Tensor) -> bool:

@@ -26,4 +26,7 @@ void quantize_row(const float* x, uint8_t* row, int64_t num_in);
 // Computes the outputs of tiles [begin, end), sixteen to a tile, for all rows on this thread.
 void quantized_tiles(const QuantizedProduct& product, int64_t begin, int64_t end);
 
+// Writes a row of a packed weight as num_in floats.
+void unpack_row(int32_t type, const uint8_t* weight, int64_t row, float* out, int64_t num_in);
+
 }  // namespace serve

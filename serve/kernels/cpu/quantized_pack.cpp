@@ -7,6 +7,7 @@
 
 #include "entry_points.h"
 #include "pool.h"
+#include "quantized_linear.h"
 #include "quantized_tile.h"
 #include "status.h"
 
@@ -266,7 +267,7 @@ int code_at(const uint8_t* block, int lane, int input) {
 }
 
 template <typename T>
-void unpack_row(const uint8_t* tile, int lane, int64_t num_in, float* out) {
+void unpack_lane(const uint8_t* tile, int lane, int64_t num_in, float* out) {
   for (int64_t b = 0; b < num_in / kBlockInputs; b++) {
     const uint8_t* head = T::head(tile, b);
     const uint8_t* block = T::block(tile, b);
@@ -287,6 +288,15 @@ void unpack_row(const uint8_t* tile, int lane, int64_t num_in, float* out) {
 }
 
 }  // namespace
+
+void unpack_row(int32_t type, const uint8_t* weight, int64_t row, float* out, int64_t num_in) {
+  with_tile(type, [&](auto tile) {
+    typedef decltype(tile) T;
+    const uint8_t* source = weight + row / kLanes * T::tile_bytes(num_in);
+    unpack_lane<T>(source, (int)(row % kLanes), num_in, out);
+  });
+}
+
 }  // namespace serve
 
 // Gives the bytes of a packed weight, -1 for an unknown type or inputs that are no whole blocks.
@@ -347,14 +357,8 @@ SERVE_API int32_t serve_quantized_rows(int32_t type, const uint8_t* packed, cons
       return kBadRow;
     }
   }
-  with_tile(type, [&](auto tile) {
-    typedef decltype(tile) T;
-    parallel_for(count, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        const uint8_t* source = packed + indices[i] / kLanes * T::tile_bytes(num_in);
-        unpack_row<T>(source, (int)(indices[i] % kLanes), num_in, out + i * num_in);
-      }
-    });
+  parallel_for(count, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) unpack_row(type, packed, indices[i], out + i * num_in, num_in);
   });
   return kOk;
 }

@@ -16,6 +16,8 @@ enum Status : int32_t {
   kBadRow = 7,           // fault: place, row
   kBadCache = 8,         // fault: type, block size, head size
   kBadHeads = 9,         // fault: query heads, kv heads
+  kBadLayer = 10,        // parts that do not fit each other
+  kBadToken = 11,        // fault: token, id
 };
 
 // Names the offending value; the meaning of a, b and c goes with the Status.

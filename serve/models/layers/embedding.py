@@ -18,6 +18,10 @@ from serve.models.weights.loader import ParameterLoader
 class Embedding(Protocol):
     """Rows of a [vocab_size, hidden_size] matrix by token id."""
 
+    @property
+    def weight(self) -> Tensor | PackedWeight | QuantizedWeight:
+        """The matrix, in the form in which it is kept."""
+
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
 

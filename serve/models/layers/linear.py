@@ -11,6 +11,7 @@ from torch import Tensor
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
+from serve.kernels.stack import LinearParts
 from serve.models.weights.loader import ParameterLoader
 
 
@@ -70,3 +71,12 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
         return QuantizedLinear(parts, added)
     packed = loader.packed(*names)
     return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)
+
+
+def kernel_parts(layer: LinearLayer) -> LinearParts | None:
+    """Give what a stack needs of a layer; None for a form that only its own call computes."""
+    if isinstance(layer, PackedLinear):
+        return LinearParts((layer.weight,), layer.bias)
+    if isinstance(layer, QuantizedLinear) and all(part.input_order is None for part in layer.parts):
+        return LinearParts(layer.parts, layer.bias)
+    return None

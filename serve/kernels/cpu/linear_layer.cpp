@@ -1,0 +1,103 @@
+#include "linear_layer.h"
+
+#include <algorithm>
+
+#include "entry_points.h"
+#include "lanes.h"
+#include "linear.h"
+#include "pool.h"
+#include "quantized_linear.h"
+
+namespace serve {
+namespace {
+
+constexpr int64_t kMinProducts = 64 * 1024;   // a range smaller than this does not pay for its claim
+constexpr int64_t kMinParallel = 150 * 1000;  // a layer smaller than this does not pay for a helper
+// Dense tiles are fastest by fours.
+constexpr int64_t kBlockTiles = 4;
+
+int64_t num_tiles(const LinearPart& part) { return (part.num_out + kLanes - 1) / kLanes; }
+
+void run_tiles(const LinearPart& part, int64_t num_in, const LayerInput& input, float* out,
+               int64_t out_stride, int64_t begin, int64_t end) {
+  if (part.kind == kQuantized) {
+    quantized_tiles(QuantizedProduct{part.type, input.codes, (const uint8_t*)part.weight, part.bias,
+                                     out, out_stride, input.num_rows, num_in, part.num_out},
+                    begin, end);
+  } else {
+    dense_tiles(DenseProduct{input.x, input.x_stride, (const float*)part.weight, part.bias, out,
+                             out_stride, input.num_rows, num_in, part.num_out},
+                begin, end);
+  }
+}
+
+}  // namespace
+
+bool is_sound(const LinearLayer& layer) {
+  if (layer.num_parts <= 0 || layer.num_in < 0) return false;
+  for (int64_t i = 0; i < layer.num_parts; i++) {
+    const LinearPart& part = layer.parts[i];
+    if (part.weight == nullptr || part.num_out < 0) return false;
+    if (part.kind == kDense) continue;
+    if (part.kind != kQuantized) return false;
+    if (serve_quantized_bytes(part.type, layer.num_in, part.num_out) < 0) return false;
+  }
+  return true;
+}
+
+bool has_quantized_parts(const LinearLayer& layer) {
+  return std::any_of(layer.parts, layer.parts + layer.num_parts,
+                     [](const LinearPart& part) { return part.kind == kQuantized; });
+}
+
+bool has_dense_parts(const LinearLayer& layer) {
+  return std::any_of(layer.parts, layer.parts + layer.num_parts,
+                     [](const LinearPart& part) { return part.kind == kDense; });
+}
+
+int64_t num_outputs(const LinearLayer& layer) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < layer.num_parts; i++) total += layer.parts[i].num_out;
+  return total;
+}
+
+void run_layer(const LinearLayer& layer, const LayerInput& input, float* out, int64_t out_stride) {
+  if (input.num_rows <= 0) return;
+  int64_t total = 0;
+  for (int64_t i = 0; i < layer.num_parts; i++) {
+    total += (num_tiles(layer.parts[i]) + kBlockTiles - 1) / kBlockTiles;
+  }
+  const int64_t products = input.num_rows * layer.num_in * kLanes * kBlockTiles + 1;
+  const int64_t min_blocks = total * products < kMinParallel ? total : kMinProducts / products + 1;
+  parallel_for(total, min_blocks, [&](int64_t begin, int64_t end) {
+    int64_t first_block = 0;
+    float* target = out;
+    for (int64_t i = 0; i < layer.num_parts && first_block < end; i++) {
+      const LinearPart& part = layer.parts[i];
+      const int64_t tiles = num_tiles(part);
+      const int64_t first = std::max((begin - first_block) * kBlockTiles, (int64_t)0);
+      const int64_t last = std::min((end - first_block) * kBlockTiles, tiles);
+      if (first < last) {
+        run_tiles(part, layer.num_in, input, target, out_stride, first, last);
+      }
+      first_block += (tiles + kBlockTiles - 1) / kBlockTiles;
+      target += part.num_out;
+    }
+  });
+}
+
+}  // namespace serve
+
+// out [num_rows][outputs of all parts] = rows of x, x_stride floats apart, times the layer's weights,
+// plus biases. codes has room for the rows of serve_quantized_row_bytes where a part is quantised.
+SERVE_API int32_t serve_linear_layer(const serve::LinearLayer* layer, const float* x,
+                                     int64_t x_stride, int64_t num_rows, uint8_t* codes,
+                                     float* out) {
+  using namespace serve;
+  if (!is_sound(*layer)) return kBadLayer;
+  if (has_quantized_parts(*layer)) {
+    serve_quantize_rows(x, x_stride, codes, num_rows, layer->num_in);
+  }
+  run_layer(*layer, LayerInput{x, x_stride, codes, num_rows}, out, num_outputs(*layer));
+  return kOk;
+}
