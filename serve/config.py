@@ -65,7 +65,7 @@ class ModelConfig:
     )
     dtype: str = flag(
         "auto",
-        "compute type; auto is float32 on the CPU and the checkpoint's own on a GPU",
+        "type that weights are rounded to; auto keeps the checkpoint's own. On the CPU all arithmetic is in float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     seed: int = flag(0, "seed of dummy weights; requests carry their own, and without one are unpredictable")
@@ -119,7 +119,7 @@ class CacheConfig:
     block_size: int = flag(16, "tokens per block; a multiple of 16")
     kv_cache_dtype: str = flag(
         "auto",
-        "type of cached keys and values; auto is the compute type",
+        "type of cached keys and values; auto is the type of activations, float32 on the CPU",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     gpu_memory_utilization: float = flag(

@@ -27,6 +27,7 @@ from serve.core.structured_output.backend import LLGuidanceBackend
 from serve.core.structured_output.compiler import default_threads
 from serve.core.structured_output.manager import StructuredOutputManager, needs_constraint
 from serve.errors import InvalidRequest
+from serve.heap import return_free_memory
 from serve.wire.frontend import EngineCoreRequest, Ready
 from serve.wire.step import KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
 
@@ -102,6 +103,7 @@ class EngineCore:
             kv_cache_max_concurrency=size.max_concurrency,
             load_seconds=time.monotonic() - started,
             description=checkpoint.name,
+            kv_cache_size_bytes=size.num_blocks * spec.page_size_bytes * spec.num_layers,
         )
         if spec.num_layers == 0:
             log.info("no kv cache: the model computes each prompt in one step, max_model_len=%d", size.max_model_len)
@@ -110,6 +112,7 @@ class EngineCore:
         # What lives now lives to the end; later collections need not look at it.
         gc.collect()
         gc.freeze()
+        return_free_memory()
 
     def prepare_request(self, message: EngineCoreRequest) -> Request:
         """Build a request's state with its block hashes; safe on the input thread.

@@ -12,6 +12,7 @@ from serve.config import ServeConfig, ServerConfig
 from serve.engine.async_llm import AsyncLLM
 from serve.entrypoints.app_state import Services
 from serve.errors import InvalidRequest
+from serve.heap import return_free_memory
 from serve.launch import EngineHandle, EngineProcess, start_engine
 from serve.renderers.answer_format import AnswerFormat, choose_answer_format
 from serve.renderers.chat_template import load_chat_template, resolve_template
@@ -62,6 +63,7 @@ async def _open(checkpoint: Checkpoint, config: ServeConfig, handle: EngineHandl
         num_workers=config.server.renderer_num_workers,
     )
     await renderer.warm_up(expects_chat=llm.pooling is None)
+    return_free_memory()
     return Services(llm, renderer, tokenizer, ready, answer_format)
 
 

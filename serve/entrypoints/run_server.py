@@ -179,8 +179,9 @@ class ServerRun:
         log.info("model %s: dtype=%s device=%s max_model_len=%d", name, ready.dtype, ready.device, ready.max_model_len)
         if ready.kv_cache_size_tokens:
             log.info(
-                "kv cache: %s tokens, room for %.1f requests of %d tokens at once",
+                "kv cache: %s tokens, %s MiB once all are in use, room for %.1f requests of %d tokens at once",
                 f"{ready.kv_cache_size_tokens:,}",
+                f"{ready.kv_cache_size_bytes >> 20:,}",
                 ready.kv_cache_max_concurrency,
                 ready.max_model_len,
             )

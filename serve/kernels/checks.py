@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
-from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.packed_weight import PACKED_TYPES, PackedWeight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
 
 
@@ -42,17 +42,21 @@ def check_rope(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Ten
 
 
 def check_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
-    """Check that rows of x have the weight's inputs and the bias its outputs."""
-    if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype != weight.data.dtype:
-        raise ValueError(f"x {describe(x)} does not fit a {weight.data.dtype} weight of {weight.num_in} inputs")
+    """Check that rows of x have the weight's inputs and the bias its outputs, all in float32."""
+    if x.dim() != 2 or x.shape[1] != weight.num_in or x.dtype != torch.float32:
+        raise ValueError(f"x {describe(x)} does not fit a packed weight of {weight.num_in} inputs; use float32")
     if bias is not None and (bias.shape != (weight.num_out,) or bias.dtype != x.dtype):
         raise ValueError(f"bias {describe(bias)} does not fit {weight.num_out} outputs of {x.dtype}")
 
 
-def check_weight(weight: Tensor) -> None:
-    """Check that a weight can be packed."""
-    if weight.dim() != 2 or weight.dtype != torch.float32:
-        raise ValueError(f"weight {describe(weight)} cannot be packed; it must be float32 [num_out, num_in]")
+def check_weights(parts: Sequence[Tensor]) -> None:
+    """Check that weights can be packed as one."""
+    for part in parts:
+        if part.dim() != 2 or part.dtype not in PACKED_TYPES:
+            types = ", ".join(str(dtype).removeprefix("torch.") for dtype in PACKED_TYPES)
+            raise ValueError(f"weight {describe(part)} cannot be packed; it must be [num_out, num_in] of {types}")
+    if len({(part.dtype, part.shape[1]) for part in parts}) != 1:
+        raise ValueError(f"weights {[describe(part) for part in parts]} do not make one; all need one type and width")
 
 
 def check_blocks(blocks: QuantizedBlocks) -> None:

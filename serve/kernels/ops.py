@@ -28,6 +28,7 @@ __all__ = [
     "linear_quantized",
     "pack_linear",
     "pack_quantized",
+    "packed_rows",
     "packs",
     "paged_attention",
     "quantized_rows",
@@ -56,13 +57,16 @@ class Ops(Protocol):
         """Give silu(gate) * up for the two halves of the last dimension."""
 
     def packs(self, dtype: torch.dtype) -> bool:
-        """Tell whether linear on packed weights pays for a type."""
+        """Tell whether linear on packed weights of a type pays."""
 
-    def pack_linear(self, weight: Tensor) -> PackedWeight:
-        """Repack a float32 weight [num_out, num_in]."""
+    def pack_linear(self, *parts: Tensor) -> PackedWeight:
+        """Repack weights [num_out, num_in] of one type, their outputs side by side."""
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """Give x times a packed weight, plus bias."""
+        """Give float32 x times a packed weight, plus bias."""
+
+    def packed_rows(self, weight: PackedWeight, indices: Tensor) -> Tensor:
+        """Look up rows of a packed weight as float32."""
 
     def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
         """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
@@ -146,18 +150,23 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def packs(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell whether linear on packed weights pays on a device for a type; else use a plain product."""
+    """Tell whether linear on packed weights of a type pays on a device; else use a plain product."""
     return implementation(device_type).packs(dtype)
 
 
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """Repack a float32 weight [num_out, num_in] for linear."""
-    return implementation(weight.device.type).pack_linear(weight)
+def pack_linear(*parts: Tensor) -> PackedWeight:
+    """Repack weights [num_out, num_in] of one type for linear, their outputs side by side, without loss."""
+    return implementation(parts[0].device.type).pack_linear(*parts)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Give x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
+    """Give float32 x [num_tokens, num_in] times a packed weight, plus bias [num_out], as [num_tokens, num_out]."""
     return implementation(x.device.type).linear(x, weight, bias)
+
+
+def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
+    return implementation(indices.device.type).packed_rows(weight, indices)
 
 
 def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:

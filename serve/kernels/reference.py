@@ -64,25 +64,35 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Tell whether linear on packed weights pays for a type: never here, a plain product is faster."""
+    """Tell whether linear on packed weights of a type pays: never here, a plain product is faster."""
     return False
 
 
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """Repack a float32 weight [num_out, num_in]."""
-    checks.check_weight(weight)
-    packed = empty_packed_weight(weight.shape[0], weight.shape[1])
-    rows = torch.zeros(packed.data.shape[0] * WEIGHT_LANES, weight.shape[1])
-    rows[: weight.shape[0]] = weight
-    packed.data.copy_(rows.view(-1, WEIGHT_LANES, weight.shape[1]).transpose(1, 2))
+def pack_linear(*parts: Tensor) -> PackedWeight:
+    """Repack weights [num_out, num_in] of one type, their outputs side by side."""
+    checks.check_weights(parts)
+    weight = torch.cat(parts)
+    num_out, num_in = weight.shape
+    packed = empty_packed_weight(num_out, num_in, weight.dtype)
+    is_paired = packed.data.dim() == 4
+    num_places = packed.data.shape[1] * (2 if is_paired else 1)
+    rows = torch.zeros(packed.data.shape[0] * WEIGHT_LANES, num_places, dtype=weight.dtype)
+    rows[:num_out, :num_in] = weight
+    tiles = rows.view(packed.data.shape[0], WEIGHT_LANES, num_places).transpose(1, 2)
+    packed.data.copy_(tiles.reshape(*packed.data.shape[:2], 2, WEIGHT_LANES).transpose(2, 3) if is_paired else tiles)
     return packed
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Give x [num_tokens, num_in] times the weight, plus bias [num_out], as [num_tokens, num_out]."""
+    """Give float32 x [num_tokens, num_in] times the weight, plus bias [num_out], as [num_tokens, num_out]."""
     checks.check_linear(x, weight, bias)
-    product = x @ weight.plain().T
+    product = x @ weight.plain().float().T
     return product if bias is None else product + bias
+
+
+def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
+    return weight.plain()[_checked_rows(indices, weight.num_out)].float()
 
 
 def quantizes(type_name: str, dtype: torch.dtype) -> bool:
@@ -108,12 +118,7 @@ def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor |
 
 def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
     """Look up rows by index [n], as a new float32 tensor [n, num_in]; IndexError outside the weight."""
-    checks.check_row_indices(indices)
-    is_bad = (indices < 0) | (indices >= weight.num_out)
-    if bool(is_bad.any()):
-        place = int(is_bad.nonzero()[0])
-        raise checks.row_error(place, int(indices[place]), weight.num_out)
-    return weight.rows(indices)
+    return weight.rows(_checked_rows(indices, weight.num_out))
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
@@ -182,6 +187,16 @@ def encoder_attention(
         scores = torch.einsum("thd,khd->htk", _widen(query[begin:end]) * scale, _widen(key[begin:end]))
         weights = torch.softmax(scores, dim=-1)
         out[begin:end] = torch.einsum("htk,khd->thd", weights, _widen(value[begin:end])).to(out.dtype)
+
+
+def _checked_rows(indices: Tensor, num_rows: int) -> Tensor:
+    """Give row indices as int64; IndexError for one outside the weight."""
+    checks.check_row_indices(indices)
+    is_bad = (indices < 0) | (indices >= num_rows)
+    if bool(is_bad.any()):
+        place = int(is_bad.nonzero()[0])
+        raise checks.row_error(place, int(indices[place]), num_rows)
+    return indices.long()
 
 
 def _gather(cache: KVCache, block_ids: Tensor, request: int, span: tuple[int, int]) -> tuple[Tensor, Tensor]:

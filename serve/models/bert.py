@@ -31,7 +31,10 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderEmbedding:
-    """The sum of a token's, its position's and its segment's vectors, normalised."""
+    """The sum of a token's, its position's and its segment's vectors, normalised.
+
+    words may have another type than the others, which have the compute type.
+    """
 
     words: Tensor
     positions: Tensor
@@ -41,7 +44,7 @@ class EncoderEmbedding:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, token_types: Tensor) -> Tensor:
         """Map three times [num_tokens] to [num_tokens, hidden_size]."""
-        hidden = F.embedding(input_ids, self.words)
+        hidden = F.embedding(input_ids, self.words).to(self.positions.dtype)
         hidden += F.embedding(positions + self.position_offset, self.positions)
         hidden += F.embedding(token_types, self.token_types)
         return self.norm(hidden)
@@ -131,7 +134,7 @@ def build_encoder(arch: ModelArch, loader: ParameterLoader) -> EncoderModel:
     """Assemble the encoder from loaded parameters."""
     encoder = encoder_arch_of(arch)
     embedding = EncoderEmbedding(
-        words=loader.parameter("embeddings.word_embeddings.weight"),
+        words=loader.matrix("embeddings.word_embeddings.weight"),
         positions=loader.parameter("embeddings.position_embeddings.weight"),
         token_types=loader.parameter("embeddings.token_type_embeddings.weight"),
         norm=_load_norm(loader, "embeddings.LayerNorm", encoder.layer_norm_eps),

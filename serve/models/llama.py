@@ -20,9 +20,9 @@ from serve.models.layers.attention import Attention, AttentionGeometry
 from serve.models.layers.embedding import (
     Embedding,
     OutputHead,
-    PlainEmbedding,
     PromptEmbeds,
     QuantizedEmbedding,
+    load_embedding,
     load_tied_embedding,
 )
 from serve.models.layers.linear import LinearLayer, QuantizedLinear, kernel_parts, load_linear
@@ -225,15 +225,14 @@ def build_llama(arch: ModelArch, loader: ParameterLoader, max_model_len: int) ->
 
 
 def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, OutputHead]:
-    name = "model.embed_tokens.weight"
-    is_tied = arch.tie_word_embeddings
-    parts = loader.quantized(name)
+    prefix = "model.embed_tokens"
+    parts = loader.quantized(f"{prefix}.weight")
     if parts is not None:
-        head = QuantizedLinear(parts) if is_tied else load_linear(loader, "lm_head")
+        head = QuantizedLinear(parts) if arch.tie_word_embeddings else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
-    if is_tied:
-        return load_tied_embedding(loader, name)
-    return PlainEmbedding(loader.parameter(name)), OutputHead(load_linear(loader, "lm_head"))
+    if arch.tie_word_embeddings:
+        return load_tied_embedding(loader, prefix)
+    return load_embedding(loader, prefix), OutputHead(load_linear(loader, "lm_head"))
 
 
 def _rotary_table(arch: ModelArch, loader: ParameterLoader, num_positions: int) -> Tensor:

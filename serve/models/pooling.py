@@ -20,6 +20,7 @@ from serve.kernels.attention import AttentionMetadata, KVCache
 from serve.models.bert import build_encoder, encoder_shapes
 from serve.models.llama import build_llama, parameter_shapes
 from serve.models.pooler import Pooler, build_pooler, head_shapes
+from serve.models.registry import weight_dtype
 from serve.models.weights.loader import ParameterLoader, open_weights
 from serve.models.weights.packed_cache import open_cache_entry
 
@@ -85,8 +86,10 @@ def load_pooling_model(
     source = open_weights(checkpoint, shapes, dummy_seed=seed, rename=rename)
     limit = config.max_model_len
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
-    cache = open_cache_entry(checkpoint, config, cache_folder, dtype=dtype, device=device)
-    with ParameterLoader(source, dtype=dtype, device=device, cache=cache) as loader:
+    cache = open_cache_entry(checkpoint, config, cache_folder, device=device)
+    with ParameterLoader(
+        source, dtype=dtype, device=device, weight_dtype=weight_dtype(config.dtype), cache=cache
+    ) as loader:
         backbone = _build_backbone(arch, loader, max_model_len)
         return PoolingModel(backbone, build_pooler(pooler_config, loader, dtype))
 

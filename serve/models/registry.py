@@ -87,15 +87,31 @@ def load_model(
     source = open_weights(checkpoint, parameter_shapes(arch), dummy_seed=config.seed if is_dummy else None)
     limit = config.max_model_len
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
-    cache = open_cache_entry(checkpoint, config, cache_folder, dtype=dtype, device=device)
-    with ParameterLoader(source, dtype=dtype, device=device, cache=cache) as loader:
+    cache = open_cache_entry(checkpoint, config, cache_folder, device=device)
+    with ParameterLoader(
+        source, dtype=dtype, device=device, weight_dtype=weight_dtype(config.dtype), cache=cache
+    ) as loader:
         return builder(arch, loader, max_model_len)
 
 
 def compute_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Give the compute type for --dtype: auto is float32 on the CPU and the checkpoint's own elsewhere."""
-    if name != "auto":
-        return DTYPES[name]
+    """Give the type of activations: float32 on the CPU; elsewhere --dtype, for auto the checkpoint's own."""
     if device.type == "cpu":
         return torch.float32
+    if name != "auto":
+        return DTYPES[name]
     return DTYPES.get(checkpoint.arch.checkpoint_dtype, torch.bfloat16)
+
+
+def weight_dtype(name: str) -> torch.dtype | None:
+    """Give the type that --dtype rounds weights to; None for auto, which keeps them as the checkpoint has them."""
+    return None if name == "auto" else DTYPES[name]
+
+
+def dtype_description(name: str, checkpoint: Checkpoint, device: torch.device) -> str:
+    """Say which type activations have and, where it is another, which type weights have."""
+    compute = str(compute_dtype(name, checkpoint, device)).removeprefix("torch.")
+    weights = checkpoint.arch.checkpoint_dtype if name == "auto" else name
+    if checkpoint.quantization is not None and name == "auto":
+        weights = checkpoint.quantization.description
+    return compute if weights == compute else f"{compute} (weights {weights})"

@@ -242,7 +242,7 @@ class Ready(msgspec.Struct, tag="ready"):
     """Engine core to launcher: serving. Also the first message on every input socket.
 
     max_model_len is the resolved limit in tokens; kv_cache_size_tokens = usable blocks * block_size, 0 without a cache;
-    kv_cache_max_concurrency = how many requests of max_model_len fit.
+    kv_cache_max_concurrency = how many requests of max_model_len fit; kv_cache_size_bytes: what the cache grows to.
     """
 
     max_model_len: int
@@ -254,6 +254,7 @@ class Ready(msgspec.Struct, tag="ready"):
     kv_cache_max_concurrency: float
     load_seconds: float
     description: str = ""
+    kv_cache_size_bytes: int = 0
 
 
 HandshakeFromEngine = Hello | StartFailed | LoadProgress | Ready

@@ -15,7 +15,7 @@ from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
 from serve.kernels.attention import select_backend
 from serve.models.pooling import PoolingModel, load_pooling_model
-from serve.models.registry import DTYPES, CausalLM, compute_dtype, load_model
+from serve.models.registry import DTYPES, CausalLM, compute_dtype, dtype_description, load_model
 from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
@@ -34,7 +34,10 @@ from serve.worker.pooling_runner import PoolingRunner
 
 log = logging.getLogger(__name__)
 
+# What the KV cache grows to on a CPU unless told otherwise: room for the requests that may run, within limits.
 CPU_KV_CACHE_BYTES: Final = 4 << 30
+CPU_KV_CACHE_SHARE: Final = 4
+CPU_TOKENS_PER_SEQ: Final = 512
 _WARM_UP_ID: Final = "warm-up"
 _WARM_UP_TOKENS: Final = 32
 _MIB: Final = 1 << 20
@@ -72,14 +75,14 @@ class Worker:
         self._num_threads = 1
         self._model: CausalLM | PoolingModel | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
-        self.dtype_name = str(self._dtype).removeprefix("torch.")
+        self.dtype_name = dtype_description(config.model.dtype, checkpoint, self._device)
 
     def init_device(self) -> None:
         """Choose the number of threads: all processors, less one for the front end where there are more than two."""
         cpus = min(usable_cpus(), torch.get_num_threads())
         self._num_threads = cpus - 1 if cpus > 2 else cpus
-        # float32 work runs in our own pool; a second pool that spins between its ops would only fight with it.
-        torch.set_num_threads(1 if self._dtype is torch.float32 else self._num_threads)
+        # Work runs in our own pool; a second pool that spins between its ops would only fight with it.
+        torch.set_num_threads(1 if ops.packs(self._device.type, self._dtype) else self._num_threads)
         ops.set_num_threads(self._num_threads)
         log.info("device ready: %s", self.device_description())
 
@@ -109,8 +112,8 @@ class Worker:
     def determine_available_memory(self) -> int:
         """Give the bytes the KV cache may take; 0 or less when activations leave nothing.
 
-        A given size is taken as it is. Otherwise it is 4 GiB, or what one request of full length needs if that is
-        more, and never above the share of free memory that is left beside the activations of the largest step.
+        A given size is taken as it is. Otherwise it is what wanted_cache_bytes says, and never above the share of
+        free memory that is left beside the activations of the largest step.
         """
         given = self._config.cache.kv_cache_memory_bytes
         if given is not None:
@@ -118,9 +121,12 @@ class Worker:
         spec = self.get_kv_cache_spec()
         if spec.num_layers == 0:
             return 0
-        num_blocks = -(-self._max_model_len() // spec.block_size) + 2
-        wanted = max(CPU_KV_CACHE_BYTES, num_blocks * spec.page_size_bytes * spec.num_layers)
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        assert max_num_seqs is not None, "settings must be resolved"
         free = free_memory_bytes()
+        wanted = wanted_cache_bytes(
+            spec, max_model_len=self._max_model_len(), max_num_seqs=max_num_seqs, free_bytes=free
+        )
         activations = activation_bytes(self._checkpoint.arch, self._config, self._dtype)
         allowed = int(free * self._config.cache.gpu_memory_utilization) - activations
         log.info(
@@ -188,7 +194,7 @@ class Worker:
         if request.pooling_params is None:
             errors |= self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1)).errors
         for error in errors.values():
-            log.warning("the model failed on a test prompt: %s; check the checkpoint, or try --dtype float32", error)
+            log.warning("the model failed on a test prompt: %s; check the checkpoint", error)
         self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -222,6 +228,19 @@ class Worker:
         length = self._config.model.max_model_len
         assert length is not None, "settings must be resolved"
         return self._checkpoint.arch.max_position_embeddings if length == AUTO_MAX_MODEL_LEN else length
+
+
+def wanted_cache_bytes(spec: KVCacheSpec, *, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
+    """Give the bytes that a cache should have when memory is no limit.
+
+    512 tokens for each request that may run, within 4 GiB and a quarter of the free memory: the cache fills up with
+    prefixes in any case, and a program on a workstation is not the only one. One request of full length at least.
+    """
+    usual = -(-max_num_seqs * CPU_TOKENS_PER_SEQ // spec.block_size) + 1
+    longest = -(-max_model_len // spec.block_size) + 2
+    bytes_per_block = spec.page_size_bytes * spec.num_layers
+    limit = min(CPU_KV_CACHE_BYTES, free_bytes // CPU_KV_CACHE_SHARE)
+    return max(longest * bytes_per_block, min(usual * bytes_per_block, limit))
 
 
 def activation_bytes(arch: ModelArch, config: EngineConfig, dtype: torch.dtype) -> int:

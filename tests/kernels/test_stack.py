@@ -25,10 +25,12 @@ QKV = (HEAD_OUTPUTS, 256, 256)
 # What the projections of a layer are made of, by part.
 FORMS = {
     "dense": (("F32", "F32", "F32"), "F32", ("F32", "F32"), "F32"),
+    "dense of half precision": (("BF16", "BF16", "F16"), "F16", ("BF16", "F32"), "BF16"),
     "one type": (("Q4_1", "Q4_1", "Q4_1"), "Q4_1", ("Q4_1", "Q4_1"), "Q4_1"),
     "types mixed": (("Q4_K", "Q4_K", "Q6_K"), "Q5_0", ("Q3_K", "Q8_0"), "Q6_K"),
     "dense beside quantised": (("Q4_0", "F32", "Q5_1"), "F32", ("F32", "Q2_K"), "Q5_K"),
 }
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 QUERY_LENS, SEQ_LENS = [1, 33, 1, 40], [300, 70, 3, 40]
 
 
@@ -47,8 +49,8 @@ class Case:
 
 
 def weight(ops: Ops, kind: str, num_out: int, num_in: int) -> PackedWeight | QuantizedWeight:
-    if kind == "F32":
-        return ops.pack_linear(torch.randn(num_out, num_in) * num_in**-0.5)
+    if kind in FLOATS:
+        return ops.pack_linear((torch.randn(num_out, num_in) * num_in**-0.5).to(FLOATS[kind]))
     return ops.pack_quantized(random_blocks(kind, num_out, num_in))
 
 
@@ -72,11 +74,12 @@ def make_layer(ops: Ops, form: str, *, bias: bool, head_norms: bool, window: int
     )
 
 
-def make_case(ops: Ops, layers: list[StackLayer], *, embedding: str = "plain", dtype: torch.dtype) -> Case:
-    head = parts(ops, ("Q8_0" if embedding == "quantized" else "F32",), (VOCAB,), HIDDEN)
+def make_case(ops: Ops, layers: list[StackLayer], *, embedding: str = "plain F32", dtype: torch.dtype) -> Case:
+    form, kind = embedding.split()
+    head = parts(ops, (kind,), (VOCAB,), HIDDEN)
     batch = make_batch(QUERY_LENS, SEQ_LENS, HEADS, dtype=dtype)
     stack = Stack(
-        embedding=torch.randn(VOCAB, HIDDEN) if embedding == "plain" else head.weights[0],
+        embedding=torch.randn(VOCAB, HIDDEN).to(FLOATS[kind]) if form == "plain" else head.weights[0],
         layers=tuple(layers),
         norm=torch.rand(HIDDEN) + 0.5,
         head=head,
@@ -114,7 +117,8 @@ def op_by_op(ops: Ops, case: Case, caches: list[KVCache], given: tuple[Tensor, T
     """Compute hidden states with the single ops."""
     stack, meta = case.stack, case.batch.meta
     ids = case.input_ids.long()
-    residual = stack.embedding[ids] if isinstance(stack.embedding, Tensor) else stack.embedding.rows(ids)
+    embedding = stack.embedding if isinstance(stack.embedding, Tensor) else stack.embedding.plain()
+    residual = embedding[ids].float()
     if given is not None:
         residual[given[0]] = given[1]
     update = torch.zeros_like(residual)
@@ -190,7 +194,10 @@ def test_wanted_rows_are_those_of_the_whole(library_ops: Ops, rows: list[int]) -
     assert_same_bits(caches, all_caches)
 
 
-@pytest.mark.parametrize("embedding", ["plain", "packed", "quantized"])
+@pytest.mark.parametrize(
+    "embedding",
+    ["plain F32", "plain BF16", "plain F16", "packed F32", "packed BF16", "packed F16", "quantized Q8_0"],
+)
 def test_embedding_may_be_given_row_by_row(library_ops: Ops, embedding: str) -> None:
     torch.manual_seed(2)
     layers = [make_layer(library_ops, "one type", bias=False, head_norms=False, window=None)]

@@ -13,7 +13,7 @@ from serve.checkpoint import load_checkpoint
 from serve.config import ModelConfig
 from serve.errors import ConfigError, ExitCode
 from serve.kernels import ops
-from serve.models.registry import BUILDERS, compute_dtype, load_model
+from serve.models.registry import BUILDERS, compute_dtype, dtype_description, load_model, weight_dtype
 from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy, reference_logits, write_checkpoint
 from tests.models.harness import CPU, PagedRunner, load
 
@@ -134,20 +134,42 @@ def test_requests_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
             assert_same(further[name], alone.prefill(more))
 
 
+HALF_CASES = ["llama with biases", "llama with tied head", "mistral with window", "qwen2", "qwen2 tied", "qwen3"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = write_checkpoint(tmp_path / "model", "llama", dtype=dtype)
-    exact = reference_logits(load_reference(folder), PROMPT)
-    theirs = reference_logits(load_reference(folder, dtype), PROMPT)
-    ours = PagedRunner(load(folder, dtype=dtype), dtype=dtype).prefill(PROMPT)
-    assert ours.dtype == torch.float32
-    assert (ours - exact).square().mean() < 2 * (theirs - exact).square().mean()
-
-
-def test_half_precision_files_are_widened_exactly(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", HALF_CASES)
+def test_half_precision_checkpoint_equals_transformers_in_float32(
+    tmp_path: Path, case: str, dtype: torch.dtype
+) -> None:
+    family, changes = CASES[case]
+    folder = write_checkpoint(tmp_path / "model", family, dtype=dtype, **changes)
     expected = reference_logits(load_reference(folder), PROMPT)
     torch.testing.assert_close(PagedRunner(load(folder)).prefill(PROMPT), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2 tied"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_dtype_rounds_weights_and_nothing_else(tmp_path: Path, case: str, name: str) -> None:
+    family, changes = CASES[case]
+    folder = write_checkpoint(tmp_path / "model", family, **changes)
+    reference = load_reference(folder).to(getattr(torch, name)).float()
+    # Not a parameter: transformers computes it anew where it loads a model.
+    reference.model.rotary_emb.inv_freq = load_reference(folder).model.rotary_emb.inv_freq
+    actual = PagedRunner(load(folder, dtype=name)).prefill(PROMPT)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, reference_logits(reference, PROMPT), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama with biases", "qwen2 tied"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoint_gives_the_bits_of_its_float32_copy(
+    tmp_path: Path, case: str, dtype: torch.dtype
+) -> None:
+    family, changes = CASES[case]
+    folder = write_checkpoint(tmp_path / "model", family, dtype=dtype, **changes)
+    exact = PagedRunner(load(folder, dtype="float32")).prefill(PROMPT)
+    assert_same(PagedRunner(load(folder)).prefill(PROMPT), exact)
 
 
 def test_config_in_the_older_spelling_gives_the_same_logits(tmp_path: Path) -> None:
@@ -186,11 +208,18 @@ def test_every_family_of_checkpoints_has_a_builder() -> None:
     assert set(BUILDERS) == set(CHECKPOINT_FAMILIES)
 
 
-def test_auto_dtype_is_float32_on_the_cpu_and_the_files_own_on_a_gpu(tmp_path: Path) -> None:
+def test_activations_are_float32_on_the_cpu_and_of_the_files_own_type_on_a_gpu(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(write_checkpoint(tmp_path / "model", "llama", dtype=torch.float16))
-    assert compute_dtype("auto", checkpoint, CPU) == torch.float32
-    assert compute_dtype("auto", checkpoint, torch.device("cuda")) == torch.float16
-    assert compute_dtype("bfloat16", checkpoint, CPU) == torch.bfloat16
+    gpu = torch.device("cuda")
+    assert [compute_dtype(name, checkpoint, CPU) for name in ("auto", "bfloat16")] == [torch.float32, torch.float32]
+    assert [compute_dtype(name, checkpoint, gpu) for name in ("auto", "bfloat16")] == [torch.float16, torch.bfloat16]
+    assert [weight_dtype(name) for name in ("auto", "bfloat16")] == [None, torch.bfloat16]
+
+
+def test_description_of_types_names_the_weights_where_they_differ(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(write_checkpoint(tmp_path / "model", "llama", dtype=torch.float16))
+    names = [dtype_description(name, checkpoint, CPU) for name in ("auto", "float32", "bfloat16")]
+    assert names == ["float32 (weights float16)", "float32", "float32 (weights bfloat16)"]
 
 
 def test_context_too_long_for_a_rotary_table_is_refused(tmp_path: Path) -> None:

@@ -195,17 +195,19 @@ def test_dimensions_are_cut_before_the_length_becomes_one(tmp_path: Path) -> Non
     torch.testing.assert_close(vector, rows[-1, :8] / rows[-1, :8].norm())
 
 
-def test_encoder_in_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    folder = write_pooling_checkpoint(tmp_path, "BertModel")
-    checkpoint, model = load(folder)
-    config = ModelConfig(model=str(folder), max_model_len=64)
-    narrow = load_pooling_model(checkpoint, config, dtype=torch.bfloat16, device=CPU)
+@pytest.mark.parametrize("architecture", ["BertModel", "XLMRobertaModel", "Qwen3Model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoint_equals_transformers_in_float32(
+    tmp_path: Path, architecture: str, dtype: torch.dtype
+) -> None:
+    reference = build_pooling_reference(architecture).to(dtype)
+    write_pooling_checkpoint(tmp_path, architecture)
+    reference.save_pretrained(tmp_path)
+    checkpoint, model = load(tmp_path)
     (rows,) = hidden_states(checkpoint, model, [PROMPTS[2]])
-    (narrow_rows,) = hidden_states(checkpoint, narrow, [PROMPTS[2]])
-    assert narrow_rows.dtype == torch.bfloat16
-    vectors = [pooled(m, r, PoolingParams()) for m, r in ((model, rows), (narrow, narrow_rows))]
-    assert vectors[1].dtype == torch.float32
-    assert float(vectors[0] @ vectors[1]) > 0.999
+    assert rows.dtype == torch.float32
+    exact = type(reference).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    torch.testing.assert_close(rows, reference_hidden(exact, PROMPTS[2]), atol=1e-4, rtol=1e-4)
 
 
 def test_names_of_tensors_with_a_prefix_or_of_old_exports_are_understood() -> None:

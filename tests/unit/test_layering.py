@@ -15,6 +15,7 @@ BASE = frozenset(
         "config",
         "errors",
         "gguf",
+        "heap",
         "limits",
         "log",
         "model_store",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 7
+ABI_VERSION = 8
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -25,6 +25,8 @@ BAD_CACHE = 8
 BAD_HEADS = 9
 BAD_LAYER = 10
 BAD_TOKEN = 11
+BAD_TYPE = 12
+BAD_SHAPE = 13
 
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
@@ -42,8 +44,10 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_rms_norm": (None, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _FLOAT)),
     "serve_add_rms_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _FLOAT)),
     "serve_rope": (_I32, (_PTR, _PTR, _PTR, _I64, _I64, _I64, _I32, _I32, _I32, _PTR, _I64, _I32, _PTR)),
-    "serve_linear": (None, (_PTR, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64)),
-    "serve_pack_linear": (None, (_PTR, _PTR, _I64, _I64)),
+    "serve_linear": (_I32, (_I32, _PTR, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64)),
+    "serve_packed_bytes": (_I64, (_I32, _I64, _I64)),
+    "serve_pack_linear": (_I32, (_I32, _PTR, _PTR, _I64, _I64, _I64)),
+    "serve_packed_rows": (_I32, (_I32, _PTR, _PTR, _I64, _PTR, _I64, _I64, _PTR)),
     "serve_quantized_bytes": (_I64, (_I32, _I64, _I64)),
     "serve_pack_quantized": (None, (_I32, _PTR, _I64, _PTR, _I64, _I64)),
     "serve_pack_affine": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),

@@ -35,11 +35,16 @@ SERVE_API void serve_silu_and_mul(const float* gate_up, float* out, int64_t num_
                                   int64_t gate_up_stride, int64_t out_stride);
 
 // linear.cpp
-SERVE_API void serve_linear(const float* x, int64_t x_stride, const float* weight,
-                            const float* bias, float* out, int64_t num_rows, int64_t num_in,
-                            int64_t num_out);
-SERVE_API void serve_pack_linear(const float* weight, float* packed, int64_t num_in,
-                                 int64_t num_out);
+SERVE_API serve::Status serve_linear(int32_t type, const float* x, int64_t x_stride,
+                                     const void* weight, const float* bias, float* out,
+                                     int64_t out_stride, int64_t num_rows, int64_t num_in,
+                                     int64_t num_out);
+SERVE_API int64_t serve_packed_bytes(int32_t type, int64_t num_in, int64_t num_out);
+SERVE_API serve::Status serve_pack_linear(int32_t type, const void* weight, void* packed,
+                                          int64_t first, int64_t num_rows, int64_t num_in);
+SERVE_API serve::Status serve_packed_rows(int32_t type, const void* packed, const int64_t* indices,
+                                          int64_t count, float* out, int64_t num_in,
+                                          int64_t num_out, serve::Fault* fault);
 
 // quantized_linear.cpp
 SERVE_API int64_t serve_quantized_row_bytes(int64_t num_in);

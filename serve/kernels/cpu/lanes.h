@@ -189,6 +189,10 @@ SERVE_INLINE Native widen(const Fp16* source) {
 #endif
 }
 
+SERVE_INLINE float widen_one(float value) { return value; }
+SERVE_INLINE float widen_one(Bf16 value) { return bit_cast<float>((uint32_t)value.bits << 16); }
+SERVE_INLINE float widen_one(Fp16 value) { return half_to_float(value.bits); }
+
 template <typename T>
 SERVE_INLINE Lanes load(const T* source) {
   Lanes out;

@@ -11,7 +11,7 @@ enum LinearKind : int32_t { kDense = 0, kQuantized = 1 };
 // Some of a layer's outputs.
 struct LinearPart {
   int32_t kind;       // a LinearKind
-  int32_t type;       // of kQuantized a TileType
+  int32_t type;       // of kDense a WeightType, of kQuantized a TileType
   const void* weight;  // packed
   const float* bias;   // [num_out] or null
   int64_t num_out;

@@ -25,8 +25,8 @@ void run_tiles(const LinearPart& part, int64_t num_in, const LayerInput& input, 
                                      out, out_stride, input.num_rows, num_in, part.num_out},
                     begin, end);
   } else {
-    dense_tiles(DenseProduct{input.x, input.x_stride, (const float*)part.weight, part.bias, out,
-                             out_stride, input.num_rows, num_in, part.num_out},
+    dense_tiles(DenseProduct{input.x, input.x_stride, part.weight, part.bias, out, out_stride,
+                             input.num_rows, num_in, part.num_out, part.type},
                 begin, end);
   }
 }
@@ -38,9 +38,13 @@ bool is_sound(const LinearLayer& layer) {
   for (int64_t i = 0; i < layer.num_parts; i++) {
     const LinearPart& part = layer.parts[i];
     if (part.weight == nullptr || part.num_out < 0) return false;
-    if (part.kind == kDense) continue;
-    if (part.kind != kQuantized) return false;
-    if (serve_quantized_bytes(part.type, layer.num_in, part.num_out) < 0) return false;
+    if (part.kind == kDense) {
+      if (!is_weight_type(part.type)) return false;
+    } else if (part.kind == kQuantized) {
+      if (serve_quantized_bytes(part.type, layer.num_in, part.num_out) < 0) return false;
+    } else {
+      return false;
+    }
   }
   return true;
 }

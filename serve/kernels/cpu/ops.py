@@ -16,7 +16,7 @@ from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.cpu import binding, descriptions, faults
 from serve.kernels.cpu.stack import build_stack
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
-from serve.kernels.packed_weight import PackedWeight, empty_packed_weight
+from serve.kernels.packed_weight import PACKED_TYPES, PackedWeight, empty_packed_weight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, empty_quantized_weight
 from serve.kernels.stack import Stack, StackRunner
 
@@ -100,38 +100,69 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Tell whether linear on packed weights pays for a type."""
-    return dtype == torch.float32
+    """Tell whether linear on packed weights of a type pays."""
+    return dtype in PACKED_TYPES
 
 
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """Repack a float32 weight [num_out, num_in]; see the twin."""
-    checks.check_weight(weight)
-    plain = weight.contiguous()
-    packed = empty_packed_weight(plain.shape[0], plain.shape[1])
-    binding.library().serve_pack_linear(plain.data_ptr(), packed.data.data_ptr(), packed.num_in, packed.num_out)
+def pack_linear(*parts: Tensor) -> PackedWeight:
+    """Repack weights, their outputs side by side; see the twin."""
+    checks.check_weights(parts)
+    packed = empty_packed_weight(sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype)
+    first = 0
+    for part in parts:
+        plain = part.contiguous()
+        status = binding.library().serve_pack_linear(
+            packed.type_number, plain.data_ptr(), packed.data.data_ptr(), first, plain.shape[0], packed.num_in
+        )
+        assert status == binding.OK, f"serve_pack_linear refuses with status {status}"
+        first += plain.shape[0]
     return packed
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Give x times the weight, plus bias; see the twin.
 
-    Every output sums its products in one fixed order, so a row is the same to the bit in every
-    batch and with any number of threads.
+    Weights are widened without loss. Every output sums its products in one fixed order, so a row is the same to the
+    bit in every batch, with any number of threads, and for every type of weights that holds the same numbers.
     """
     checks.check_linear(x, weight, bias)
     rows = x if x.stride(1) == 1 else x.contiguous()
+    plain_bias = None if bias is None else bias.contiguous()
     out = torch.empty((x.shape[0], weight.num_out))
-    binding.library().serve_linear(
+    status = binding.library().serve_linear(
+        weight.type_number,
         rows.data_ptr(),
         rows.stride(0),
         weight.data.data_ptr(),
-        None if bias is None else bias.contiguous().data_ptr(),
+        None if plain_bias is None else plain_bias.data_ptr(),
         out.data_ptr(),
+        weight.num_out,
         x.shape[0],
         weight.num_in,
         weight.num_out,
     )
+    assert status == binding.OK, f"serve_linear refuses with status {status}"
+    return out
+
+
+def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
+    """Look up rows by index; see the twin."""
+    checks.check_row_indices(indices)
+    wide = indices.long().contiguous()
+    out = torch.empty((wide.shape[0], weight.num_in))
+    fault = binding.Fault()
+    status = binding.library().serve_packed_rows(
+        weight.type_number,
+        weight.data.data_ptr(),
+        wide.data_ptr(),
+        wide.shape[0],
+        out.data_ptr(),
+        weight.num_in,
+        weight.num_out,
+        ctypes.addressof(fault),
+    )
+    if status != binding.OK:
+        raise checks.row_error(fault.a, fault.b, weight.num_out)
     return out
 
 

@@ -13,6 +13,7 @@
 #include "entry_points.h"
 #include "kv_cache.h"
 #include "lanes.h"
+#include "linear.h"
 #include "linear_layer.h"
 #include "pool.h"
 #include "quantized_linear.h"
@@ -81,10 +82,11 @@ bool fits_together(const StackPlan& plan) {
                          plan.head_size <= kMaxHeadSize && plan.rotary_size >= 0 &&
                          plan.rotary_size <= plan.head_size && plan.rotary_size % 2 == 0;
   if (!has_sizes || plan.norm == nullptr || plan.embedding.weight == nullptr) return false;
-  if (plan.embedding.kind == kQuantizedRows &&
-      serve_quantized_bytes(plan.embedding.type, plan.hidden_size, plan.embedding.num_rows) < 0) {
-    return false;
-  }
+  const EmbeddingPlan& rows = plan.embedding;
+  const bool has_type = rows.kind == kQuantizedRows
+                            ? serve_quantized_bytes(rows.type, plan.hidden_size, rows.num_rows) >= 0
+                            : is_weight_type(rows.type);
+  if (!has_type) return false;
   return std::all_of(plan.layers, plan.layers + plan.num_layers, [&](const LayerPlan& layer) {
     return layer.input_norm != nullptr && layer.post_attention_norm != nullptr &&
            (layer.query_norm == nullptr) == (layer.key_norm == nullptr) &&
@@ -190,10 +192,9 @@ class Step {
     if (embedding.kind == kQuantizedRows) {
       unpack_row(embedding.type, (const uint8_t*)embedding.weight, id, out, size);
     } else if (embedding.kind == kPackedRows) {
-      const float* lane = (const float*)embedding.weight + id / kLanes * size * kLanes + id % kLanes;
-      for (int64_t i = 0; i < size; i++) out[i] = lane[i * kLanes];
+      packed_row(embedding.type, embedding.weight, id, out, size);
     } else {
-      std::copy_n((const float*)embedding.weight + id * size, size, out);
+      plain_row(embedding.type, embedding.weight, id, out, size);
     }
   }
 

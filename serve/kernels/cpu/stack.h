@@ -13,7 +13,7 @@ enum EmbeddingKind : int32_t { kPlainRows = 0, kPackedRows = 1, kQuantizedRows =
 // [num_rows][hidden_size], as it lies in a file, or as a packed weight of the output head.
 struct EmbeddingPlan {
   int32_t kind;  // an EmbeddingKind
-  int32_t type;  // of kQuantizedRows a TileType
+  int32_t type;  // of kQuantizedRows a TileType, else a WeightType
   const void* weight;
   int64_t num_rows;
 };

@@ -8,7 +8,7 @@ from torch import Tensor
 from serve.kernels import checks
 from serve.kernels.cpu import binding, descriptions, faults
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
-from serve.kernels.packed_weight import PackedWeight
+from serve.kernels.packed_weight import PACKED_TYPES, PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
 from serve.kernels.stack import LinearParts, Stack, StackLayer
 
@@ -168,8 +168,10 @@ def _describe_embedding(weight: Tensor | PackedWeight | QuantizedWeight) -> desc
         )
         return descriptions.EmbeddingPlan(kind, number, address, num_rows)
     if isinstance(weight, PackedWeight):
-        return descriptions.EmbeddingPlan(descriptions.PACKED_ROWS, 0, weight.data.data_ptr(), weight.num_out)
-    return descriptions.EmbeddingPlan(descriptions.PLAIN_ROWS, 0, weight.data_ptr(), weight.shape[0])
+        kind, number = descriptions.PACKED_ROWS, weight.type_number
+        return descriptions.EmbeddingPlan(kind, number, weight.data.data_ptr(), weight.num_out)
+    kind, number = descriptions.PLAIN_ROWS, PACKED_TYPES[weight.dtype]
+    return descriptions.EmbeddingPlan(kind, number, weight.data_ptr(), weight.shape[0])
 
 
 def _describe_layer(stack: Stack, layer: StackLayer) -> descriptions.LayerPlan:
@@ -190,9 +192,10 @@ def _describe_linear(layer: LinearParts) -> descriptions.LinearLayer:
     parts = (descriptions.LinearPart * len(layer.weights))()
     first = 0
     for part, weight in zip(parts, layer.weights, strict=True):
-        is_quantized = isinstance(weight, QuantizedWeight)
-        part.kind = descriptions.QUANTIZED if is_quantized else descriptions.DENSE
-        part.type = weight.format.number if isinstance(weight, QuantizedWeight) else 0
+        if isinstance(weight, QuantizedWeight):
+            part.kind, part.type = descriptions.QUANTIZED, weight.format.number
+        else:
+            part.kind, part.type = descriptions.DENSE, weight.type_number
         part.weight = weight.data.data_ptr()
         part.bias = None if layer.bias is None else layer.bias.data_ptr() + first * 4
         part.num_out = weight.num_out
@@ -204,12 +207,13 @@ def build_stack(stack: Stack) -> CpuStack | None:
     """Make a runner, or None for tensors that the library does not take as they are."""
     tensors: list[Tensor | None] = [stack.norm, stack.cos_sin]
     linears = [stack.head]
-    if isinstance(stack.embedding, Tensor):
-        tensors.append(stack.embedding)
     for layer in stack.layers:
         tensors += [layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm]
         linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
     tensors += [linear.bias for linear in linears]
+    embedding = stack.embedding
+    if isinstance(embedding, Tensor) and not (embedding.dtype in PACKED_TYPES and embedding.is_contiguous()):
+        return None
     if any(_reorders_inputs(linear) for linear in linears):
         return None
     return CpuStack(stack) if all(x is None or _is_plain_float(x) for x in tensors) else None

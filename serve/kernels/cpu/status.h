@@ -18,6 +18,8 @@ enum Status : int32_t {
   kBadHeads = 9,         // fault: query heads, kv heads
   kBadLayer = 10,        // parts that do not fit each other
   kBadToken = 11,        // fault: token, id
+  kBadType = 12,         // of weights
+  kBadShape = 13,        // a negative size
 };
 
 // Names the offending value; the meaning of a, b and c goes with the Status.

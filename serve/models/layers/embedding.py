@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels import ops
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import QuantizedWeight
-from serve.models.layers.linear import LinearLayer, PackedLinear, PlainLinear
+from serve.models.layers.linear import LinearLayer, PackedLinear, load_linear
 from serve.models.weights.loader import ParameterLoader
 
 
@@ -43,13 +44,14 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class PlainEmbedding:
-    """Rows of weight [vocab_size, hidden_size]."""
+    """Rows of weight [vocab_size, hidden_size] as dtype, the compute type."""
 
     weight: Tensor
+    dtype: torch.dtype
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
+        return F.embedding(input_ids, self.weight).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class PackedEmbedding:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Look up [num_tokens] ids as a new tensor [num_tokens, hidden_size]."""
-        return self.weight.rows(input_ids)
+        return ops.packed_rows(self.weight, input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,14 @@ class OutputHead:
         return self.linear(hidden_states).float()
 
 
-def load_tied_embedding(loader: ParameterLoader, name: str) -> tuple[Embedding, OutputHead]:
+def load_tied_embedding(loader: ParameterLoader, prefix: str) -> tuple[Embedding, OutputHead]:
     """Make both ends of the model from one matrix [vocab_size, hidden_size]."""
-    packed = loader.packed(name)
+    packed = loader.packed(f"{prefix}.weight")
     if packed is not None:
         return PackedEmbedding(packed), OutputHead(PackedLinear(packed))
-    weight = loader.parameter(name)
-    return PlainEmbedding(weight), OutputHead(PlainLinear(weight))
+    return load_embedding(loader, prefix), OutputHead(load_linear(loader, prefix))
+
+
+def load_embedding(loader: ParameterLoader, prefix: str) -> PlainEmbedding:
+    """Load a matrix [vocab_size, hidden_size] that is only looked up."""
+    return PlainEmbedding(loader.matrix(f"{prefix}.weight"), loader.dtype)

@@ -24,7 +24,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A layer with torch's own product.
+    """A layer with torch's own product, weights in the compute type.
 
     weight  [out_features, in_features]
     bias    [out_features] or None
@@ -40,7 +40,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A layer with our kernel: a row's result does not depend on the rows beside it."""
+    """A layer with our kernel, weights in their own type: a row's result does not depend on the rows beside it."""
 
     weight: PackedWeight
     bias: Tensor | None = None

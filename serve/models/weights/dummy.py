@@ -18,9 +18,10 @@ _HALF_WIDTH: Final = 0.02
 class DummySource:
     """Uniform random matrices and biases and norms of one; each tensor depends on seed and name only."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype) -> None:
         self._shapes = shapes
         self._seed = seed
+        self._dtype = dtype
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -35,6 +36,10 @@ class DummySource:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         out.uniform_(-_HALF_WIDTH, _HALF_WIDTH, generator=generator)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type in which the numbers are made."""
+        return self._dtype
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give None: there is no file."""

@@ -51,6 +51,10 @@ class GGUFSource:
         else:
             dequantize(rows, info.type.name, out)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that the file has; float32 when it is quantised."""
+        return _PLAIN.get(self._infos[name].type.name, torch.float32)
+
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's memory when it already holds that type in the right order."""
         info = self._infos[name]

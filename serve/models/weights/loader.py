@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from serve.models.weights.safetensors import SafetensorsSource
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
+_DUMMY_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 _P = TypeVar("_P", QuantizedWeight, PackedWeight)
@@ -41,6 +43,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str, out: Tensor) -> None:
         """Write a tensor to out, a contiguous tensor of its shape and any floating type on the CPU."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that holds a tensor's numbers without loss; float32 when it is quantised."""
 
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
@@ -68,6 +73,10 @@ class RenamedSource:
         """Write a tensor to out."""
         self._source.read(self._names[name], out)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that holds a tensor's numbers without loss; float32 when it is quantised."""
+        return self._source.dtype(self._names[name])
+
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's own memory as a tensor when it already holds that type, else None."""
         return self._source.mapped(self._names[name], dtype)
@@ -94,7 +103,7 @@ def open_weights(
     (exit code MODEL) that counts and names tensors that lack, do not fit or do not belong.
     """
     if dummy_seed is not None:
-        return DummySource(expected, dummy_seed)
+        return DummySource(expected, dummy_seed, _DUMMY_DTYPES.get(checkpoint.arch.checkpoint_dtype, torch.float32))
     source: WeightSource
     if checkpoint.format == "gguf":
         source = GGUFSource(checkpoint.weight_files[0], checkpoint.arch)
@@ -134,17 +143,26 @@ def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigE
 
 
 class ParameterLoader:
-    """Hands out parameters in the compute type, on the device, and runs loading jobs on a few threads.
+    """Hands out parameters on the device, and runs loading jobs on a few threads.
 
+    dtype         the compute type, which single numbers and vectors get
+    weight_dtype  the type that every parameter is rounded to first; None keeps each matrix as the file has it
     A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
     def __init__(
-        self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, cache: CacheEntry | None = None
+        self,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+        cache: CacheEntry | None = None,
     ) -> None:
         self.device = device
+        self.dtype = dtype
         self._source = source
-        self._dtype = dtype
+        self._weight_dtype = weight_dtype
         self._cache = cache
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS), thread_name_prefix="load")
 
@@ -159,30 +177,46 @@ class ParameterLoader:
             self._cache.finish()
 
     def parameter(self, *names: str) -> Tensor:
-        """Load one tensor, or several as one with their rows one after the other."""
+        """Load one tensor in the compute type, or several as one with their rows one after the other."""
         if len(names) == 1:
-            mapped = self._source.mapped(names[0], self._dtype)
-            if mapped is not None:
-                return mapped.to(self.device)
+            return self.matrix(names[0]).to(self.dtype)
         shapes = [self._source.shapes[name] for name in names]
         num_rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((num_rows, *shapes[0][1:]), dtype=self._dtype)
+        fused = torch.empty((num_rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
         row = 0
         for name, shape in zip(names, shapes, strict=True):
-            self._source.read(name, fused[row : row + shape[0]])
+            fused[row : row + shape[0]] = self.matrix(name)
             row += shape[0]
-        return fused.to(self.device)
+        return fused
+
+    def matrix(self, name: str) -> Tensor:
+        """Load a tensor in its own type, or rounded to the one type of weights; the file's memory where it is that."""
+        dtype = self._matrix_dtype(name)
+        mapped = self._source.mapped(name, dtype)
+        if mapped is None:
+            mapped = torch.empty(self._source.shapes[name], dtype=dtype)
+            self._source.read(name, mapped)
+        return mapped.to(self.device)
+
+    def packed(self, *names: str) -> PackedWeight | None:
+        """Load matrices as one, packed for our own product; None when a plain one suits the device."""
+        dtype = functools.reduce(torch.promote_types, (self._matrix_dtype(name) for name in names))
+        if not ops.packs(self.device.type, dtype):
+            return None
+        found = self._through_cache(
+            PackedWeight, names, lambda: (ops.pack_linear(*(self.matrix(name).to(dtype) for name in names)),)
+        )
+        return None if found is None else found[0]
+
+    def _matrix_dtype(self, name: str) -> torch.dtype:
+        if self._weight_dtype is not None:
+            return self._weight_dtype
+        own = self._source.dtype(name)
+        return torch.float32 if own == torch.float64 else own
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
         return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
-
-    def packed(self, *names: str) -> PackedWeight | None:
-        """Load matrices as one, packed for our own product; None when a plain one suits device and type."""
-        if not ops.packs(self.device.type, self._dtype):
-            return None
-        found = self._through_cache(PackedWeight, names, lambda: (ops.pack_linear(self.parameter(*names)),))
-        return None if found is None else found[0]
 
     def _through_cache(
         self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
@@ -202,10 +236,12 @@ class ParameterLoader:
         return packed
 
     def _pack_quantized(self, names: tuple[str, ...]) -> tuple[QuantizedWeight, ...] | None:
+        if self._weight_dtype not in (None, torch.float32):
+            return None
         groups: list[list[QuantizedBlocks | AffineBlocks]] = []
         for name in names:
             blocks = self._source.blocks(name)
-            if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self._dtype):
+            if blocks is None or not ops.quantizes(self.device.type, blocks.type_name, self.dtype):
                 return None
             if groups and joinable(groups[-1][0], blocks):
                 groups[-1].append(blocks)

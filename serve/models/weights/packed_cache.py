@@ -225,7 +225,6 @@ def open_cache_entry(
     config: ModelConfig,
     folder: Path | None,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> CacheEntry | None:
@@ -234,7 +233,7 @@ def open_cache_entry(
         return None
 
     def key() -> str | None:
-        return packed_weights_key(checkpoint, dtype, device, now_ns=now_ns)
+        return packed_weights_key(checkpoint, config.dtype, device, now_ns=now_ns)
 
     try:
         if sum(os.stat(file).st_size for file in checkpoint.weight_files) < MIN_WEIGHT_BYTES:

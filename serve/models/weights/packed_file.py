@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from serve.kernels.packed_weight import PackedWeight, packed_shape
+from serve.kernels.packed_weight import PACKED_TYPES, PackedWeight, packed_shape
 from serve.kernels.quantized_weight import QuantizedWeight, quantized_shape
 
 ALIGNMENT: Final = 4096
@@ -199,7 +199,7 @@ def _check_record(name: str, record: MatrixRecord, payload_bytes: int) -> None:
     try:
         expected = _form(record)
     except (KeyError, ValueError) as error:
-        raise DamagedFile(f"{name} cannot be of type {record.type_name}: {error}") from None
+        raise DamagedFile(f"{name} cannot be of type {record.type_name or 'float'}: {error}") from None
     data, order = record.data, record.input_order
     if (data.dtype, data.shape) != expected:
         raise DamagedFile(
@@ -213,7 +213,10 @@ def _form(record: MatrixRecord) -> tuple[str, tuple[int, ...]]:
     """Give the type and shape that the matrix's data must have."""
     if record.type_name:
         return "uint8", quantized_shape(record.type_name, record.num_out, record.num_in)
-    return "float32", packed_shape(record.num_out, record.num_in)
+    dtype = _DTYPES[record.data.dtype]
+    if dtype not in PACKED_TYPES:
+        raise ValueError(f"weights are not {record.data.dtype}")
+    return record.data.dtype, packed_shape(record.num_out, record.num_in, dtype)
 
 
 def _payload_bytes(matrices: Mapping[str, Sequence[MatrixRecord]]) -> int:

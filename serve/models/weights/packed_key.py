@@ -27,11 +27,11 @@ _CODE_SUFFIXES: Final = (".py", ".so")
 
 
 def packed_weights_key(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, now_ns: Callable[[], int] = time.time_ns
+    checkpoint: Checkpoint, dtype: str, device: torch.device, *, now_ns: Callable[[], int] = time.time_ns
 ) -> str | None:
     """Give the key of a checkpoint's weights as this program packs them, None when a file has just been written.
 
-    It covers the weight files, the description of the model, the compute type and the program's own code. A file
+    It covers the weight files, the description of the model, --dtype and the program's own code. A file
     counts as the same while its size, inode, times of change and a sample of its bytes are. The system stamps every
     write with the time of change, and no program can set that back; the sample is for file systems put together anew.
     Raises OSError when a file cannot be read.

@@ -75,6 +75,10 @@ class QuantizedSafetensorsSource:
         else:
             unpack_matrix(layer).dequantize(out)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Give the type that the file has; float32 for a packed matrix."""
+        return self._files.dtype(name) if self._layer(name) is None else torch.float32
+
     def mapped(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Give the file's memory when it already holds that type, aligned."""
         return self._files.mapped(name, dtype) if self._layer(name) is None else None

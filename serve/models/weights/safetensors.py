@@ -86,7 +86,7 @@ class SafetensorsSource:
         return None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Give the type of a tensor."""
+        """Give the type that the file has."""
         return self._entries[name].dtype
 
     def view(self, name: str) -> Tensor:

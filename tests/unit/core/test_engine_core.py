@@ -96,7 +96,7 @@ def test_start_up_loads_sizes_and_reports(make_engine: type[Engine], caplog: pyt
     ready = engine.core.ready
     # 2 layers of 1 KiB per block: 50 blocks, 49 usable.
     assert (ready.num_gpu_blocks, ready.block_size, ready.max_model_len) == (50, 16, 128)
-    assert ready.kv_cache_size_tokens == 784
+    assert (ready.kv_cache_size_tokens, ready.kv_cache_size_bytes) == (784, 100 << 10)
     assert ready.kv_cache_max_concurrency == pytest.approx(49 / 8)
     assert (ready.dtype, ready.device, ready.description) == ("float32", "scripted", "scripted")
     assert engine.worker.calls[-2:] == ["initialize_kv_cache 50", "warm_up"]

@@ -12,8 +12,8 @@ from serve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from serve.errors import ConfigError
 from serve.models.registry import CausalLM
 from serve.sampling_params import SamplingParams
-from serve.wire.step import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
-from serve.worker.worker import CPU_KV_CACHE_BYTES, Worker, activation_bytes
+from serve.wire.step import CachedRequestData, KVCacheConfig, KVCacheSpec, NewRequestData, SchedulerOutput
+from serve.worker.worker import CPU_KV_CACHE_BYTES, Worker, activation_bytes, wanted_cache_bytes
 from tests.fakes_worker import TinyAttentionModel
 
 VOCAB = 61
@@ -109,6 +109,26 @@ def test_cache_takes_a_bounded_part_of_the_free_memory() -> None:
     assert 0 < make_worker(EngineConfig()).determine_available_memory() <= CPU_KV_CACHE_BYTES
     small = EngineConfig(cache=CacheConfig(gpu_memory_utilization=1e-12))
     assert make_worker(small).determine_available_memory() <= 0
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "max_num_seqs", "free_mib", "expected_mib"),
+    [
+        (512, 128, 1 << 20, 4096),  # 128 * 512 tokens are 4096 blocks of 2 MiB: above 4 GiB
+        (512, 32, 1 << 20, 2050),  # 16384 tokens are 1024 blocks, and the null block
+        (512, 32, 4096, 1024),  # a quarter of 4 GiB
+        (32768, 1, 4096, 4100),  # one request: 2048 blocks, the null block and one for a step planned ahead
+    ],
+)
+def test_wanted_cache(max_model_len: int, max_num_seqs: int, free_mib: int, expected_mib: int) -> None:
+    """Blocks of 16 tokens with 1 MiB in each of two layers."""
+    wanted = wanted_cache_bytes(
+        KVCacheSpec(2, 16, 8, 64, "float32", 1 << 20),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        free_bytes=free_mib << 20,
+    )
+    assert wanted == expected_mib << 20
 
 
 def test_cache_grows_to_one_request_of_full_length_if_memory_allows() -> None:

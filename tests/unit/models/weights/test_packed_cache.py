@@ -218,7 +218,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_small_checkpoints_and_switched_off_caches_have_no_entry(checkpoint: Checkpoint, tmp_path: Path) -> None:
     def opened(checkpoint: Checkpoint, config: ModelConfig, folder: Path | None = tmp_path) -> CacheEntry | None:
-        return open_cache_entry(checkpoint, config, folder, dtype=torch.float32, device=CPU, now_ns=lambda: 1 << 62)
+        return open_cache_entry(checkpoint, config, folder, device=CPU, now_ns=lambda: 1 << 62)
 
     config = ModelConfig()
     assert opened(checkpoint, config) is not None
@@ -233,6 +233,4 @@ def test_small_checkpoints_and_switched_off_caches_have_no_entry(checkpoint: Che
 def test_a_checkpoint_just_written_has_no_entry(checkpoint: Checkpoint, tmp_path: Path) -> None:
     changed = os.stat(checkpoint.weight_files[0]).st_ctime_ns
     config = ModelConfig()
-    assert (
-        open_cache_entry(checkpoint, config, tmp_path, dtype=torch.float32, device=CPU, now_ns=lambda: changed) is None
-    )
+    assert open_cache_entry(checkpoint, config, tmp_path, device=CPU, now_ns=lambda: changed) is None

@@ -31,6 +31,10 @@ def matrices() -> dict[str, tuple[PackedMatrix, ...]]:
         "qkv": (quantized("Q4_1", 60, 96, seed=1), quantized("Q8_0", 102, 96, seed=2)),
         "k_type": (quantized("Q4_K", 144, 256, seed=3),),
         "out": (PackedWeight(torch.randn(3, 7, 16, generator=generator), 39, 7),),
+        "half": (
+            PackedWeight(torch.randn(3, 4, 16, 2, generator=generator).bfloat16(), 39, 7),
+            PackedWeight(torch.randn(3, 7, 16, generator=generator).half(), 39, 7),
+        ),
         "page": (PackedWeight(torch.randn(1, 64, 16, generator=generator), 16, 64),),
     }
 
@@ -61,7 +65,7 @@ def test_what_was_written_comes_back_bit_by_bit(path: Path, matrices: dict[str, 
 def test_tensors_begin_on_pages(path: Path, matrices: dict[str, tuple[PackedMatrix, ...]]) -> None:
     file = PackedFile(path, "key")
     addresses = [part.data.data_ptr() for name in matrices for part in file.take(name) or ()]
-    assert len(addresses) == 5
+    assert len(addresses) == 7
     assert all(address % 4096 == 0 for address in addresses)
 
 
@@ -176,6 +180,7 @@ def set_field(name: str, value: object) -> Callable[[dict[str, object]], None]:
         (set_data("shape", [3, 7, 0]), "impossible form"),
         (set_data("dtype", "int16"), "impossible form"),
         (set_data("dtype", "bfloat16"), "a kernel reads"),
+        (set_data("dtype", "uint8"), "weights are not uint8"),
         (set_data("shape", [7, 3, 16]), "a kernel reads"),
         (set_field("num_out", 640), "a kernel reads"),
         (set_field("num_in", 6), "a kernel reads"),

@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint("m", str(tmp_path), "safetensors", (str(file),), ARCH)
 
 
-def key(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> str:
+def key(checkpoint: Checkpoint, dtype: str = "auto") -> str:
     found = packed_weights_key(checkpoint, dtype, CPU, now_ns=later)
     assert found is not None
     return found
@@ -83,7 +83,7 @@ def test_what_the_model_is_belongs_to_the_key(
 
 
 def test_the_compute_type_belongs_to_the_key(checkpoint: Checkpoint) -> None:
-    assert key(checkpoint, torch.bfloat16) != key(checkpoint)
+    assert key(checkpoint, "bfloat16") != key(checkpoint)
 
 
 def test_what_does_not_touch_the_weights_is_not_in_the_key(checkpoint: Checkpoint) -> None:
@@ -93,10 +93,10 @@ def test_what_does_not_touch_the_weights_is_not_in_the_key(checkpoint: Checkpoin
 def test_a_file_that_was_just_written_has_no_key_yet(checkpoint: Checkpoint) -> None:
     """It may change again within the same tick of the clock that stamps files."""
     changed = Path(checkpoint.weight_files[0]).stat().st_ctime_ns
-    assert packed_weights_key(checkpoint, torch.float32, CPU, now_ns=lambda: changed + 50_000_000) is None
-    assert packed_weights_key(checkpoint, torch.float32, CPU, now_ns=lambda: changed + 150_000_000) is not None
+    assert packed_weights_key(checkpoint, "auto", CPU, now_ns=lambda: changed + 50_000_000) is None
+    assert packed_weights_key(checkpoint, "auto", CPU, now_ns=lambda: changed + 150_000_000) is not None
 
 
 def test_a_missing_file_is_an_os_error(checkpoint: Checkpoint) -> None:
     with pytest.raises(FileNotFoundError):
-        packed_weights_key(replace(checkpoint, weight_files=("/nowhere",)), torch.float32, CPU)
+        packed_weights_key(replace(checkpoint, weight_files=("/nowhere",)), "auto", CPU)
