@@ -4,9 +4,9 @@
 
 The model is in the cache already. A start without packed weights (cold) and one that maps them (warm) take turns; one
 of each fills the disk cache and is not counted. Memory is read when the server is ready and again when so many tokens
-have been computed and lie in the KV cache. Prints one JSON line: seconds of each run for the first HTTP answer (/live)
-and for readiness (/health), their medians, MiB of resident (RSS) and proportional (PSS) memory of each process, machine
-and versions.
+have been computed and lie in the KV cache. Prints one JSON line: seconds of each run for the first HTTP
+answer (/live) and for readiness (/health), their medians, processor seconds till then, MiB of resident (RSS) and
+proportional (PSS) memory of each process, machine and versions.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def seconds_until_200(url: str, begin: float, process: subprocess.Popen[bytes]) 
 
 @dataclass
 class Start:
-    """One start: seconds to the first answer and to readiness, and memory by moment and process."""
+    """One start: seconds to the first answer and to readiness, processor time till then, memory by moment."""
 
     live_s: float
     ready_s: float
+    cpu_s: float
     memory: dict[str, list[dict[str, int | str]]]
 
 
@@ -79,6 +80,12 @@ def memory(process: subprocess.Popen[bytes]) -> list[dict[str, int | str]]:
         rows.append({"process": title, "rss_mib": full.rss >> 20, "pss_mib": full.pss >> 20})
     rows.append({"process": "all"} | {key: sum(int(row[key]) for row in rows) for key in ("rss_mib", "pss_mib")})
     return rows
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Give the processor time that the server and its children have used; a busy machine does not change it much."""
+    root = psutil.Process(process.pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (root, *root.children(recursive=True)))
 
 
 def fill(base: str, num_tokens: int) -> None:
@@ -107,6 +114,7 @@ def measure(model: list[str], flags: list[str], cache: Path, *, kv_tokens: int) 
     try:
         live = seconds_until_200(f"{base}/live", begin, process)
         ready = seconds_until_200(f"{base}/health", begin, process)
+        cpu = cpu_seconds(process)
         found = {"ready": memory(process)}
         if kv_tokens:
             fill(base, kv_tokens)
@@ -116,7 +124,7 @@ def measure(model: list[str], flags: list[str], cache: Path, *, kv_tokens: int) 
     finally:
         process.terminate()
         process.wait()
-    return Start(round(live, 2), round(ready, 2), found)
+    return Start(round(live, 2), round(ready, 2), round(cpu, 2), found)
 
 
 def summary(starts: list[Start]) -> dict[str, object]:
@@ -127,6 +135,7 @@ def summary(starts: list[Start]) -> dict[str, object]:
         "ready_s": ready,
         "live_median_s": statistics.median(live),
         "ready_median_s": statistics.median(ready),
+        "cpu_s": [start.cpu_s for start in starts],
         "memory": starts[-1].memory,
     }
 

@@ -119,8 +119,9 @@ class CacheConfig:
     block_size: int = flag(16, "tokens per block; a multiple of 16")
     kv_cache_dtype: str = flag(
         "auto",
-        "type of cached keys and values; auto is the type of activations, float32 on the CPU",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "type of cached keys and values; auto is the type of activations, float32 on the CPU; int8 has a scale "
+        "for each head and token",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     gpu_memory_utilization: float = flag(
         0.92,
@@ -150,8 +151,8 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = flag(
         None,
-        f"token budget of a step (default: {CPU_MAX_NUM_BATCHED_TOKENS} on the CPU, or the context without chunked "
-        "prefill if that is more)",
+        f"token budget of a step (default: up to {CPU_MAX_NUM_BATCHED_TOKENS} on the CPU, by measured speed, or the "
+        "context without chunked prefill if that is more)",
         kind="count",
     )
     max_num_seqs: int | None = flag(
@@ -162,7 +163,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = flag(True, "spread long prompts over steps")
     long_prefill_token_threshold: int | None = flag(
         None,
-        "most tokens of one prompt in a step; 0 = the budget (default: three quarters of it, to leave room for others)",
+        "most tokens of one prompt in a step; 0 = the budget (default: three quarters of it; with no budget given also "
+        "few enough that a step with decodes takes at most 2.5 times as long as without prompts)",
         kind="count",
     )
     scheduling_policy: str = flag("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
@@ -404,7 +406,9 @@ def _validate_limits(limits: RequestLimits) -> None:
 def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
     """Fill every None in the engine settings from the model's own context length; pure.
 
-    max_model_len stays -1 when auto was asked: the engine core finds the value and reports it in Ready.
+    max_model_len stays -1 when auto was asked: the engine core finds the value and reports it in Ready. With neither
+    max_num_batched_tokens nor long_prefill_token_threshold given, the second stays None and the first is the upper
+    limit: the engine core measures what steps cost and chooses (core/step_budget.py).
     Raises ConfigError when the pieces contradict each other.
     """
     length = config.model.max_model_len if config.model.max_model_len is not None else model_max_len
@@ -430,8 +434,10 @@ def resolve(config: EngineConfig, model_max_len: int) -> EngineConfig:
             "raise it, lower --max-model-len, or drop --no-enable-chunked-prefill"
         )
     chunk = sched.long_prefill_token_threshold
-    if chunk is None:
-        chunk = budget * 3 // 4 if sched.enable_chunked_prefill else 0
+    if chunk is None and not sched.enable_chunked_prefill:
+        chunk = 0
+    elif chunk is None and sched.max_num_batched_tokens is not None:
+        chunk = budget * 3 // 4
     return replace(
         config,
         model=replace(config.model, max_model_len=length),

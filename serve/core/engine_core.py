@@ -11,7 +11,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,10 +18,12 @@ from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
 from serve.core.block_hash import BlockHasher
 from serve.core.executor.base import Executor
+from serve.core.executor.worker_thread import Pending
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.kv_cache_sizing import CacheSize, size_kv_cache
 from serve.core.request import Request, RequestStatus
 from serve.core.scheduler import ClientOutputs, Scheduler
+from serve.core.step_budget import describe_pace
 from serve.core.structured_output.backend import LLGuidanceBackend
 from serve.core.structured_output.compiler import default_threads
 from serve.core.structured_output.manager import StructuredOutputManager, needs_constraint
@@ -38,11 +39,11 @@ _NOTHING: Final[ClientOutputs] = {}
 
 @dataclass(slots=True)
 class _Batch:
-    """A step in flight; sample is None when the step has no token, or while its sampling is deferred."""
+    """A step in flight; sample is None when execute does it all, or while the sampling is deferred."""
 
     step: SchedulerOutput
-    execute: Future[ModelRunnerOutput | None]
-    sample: Future[ModelRunnerOutput] | None
+    execute: Pending[ModelRunnerOutput] | Pending[ModelRunnerOutput | None]
+    sample: Pending[ModelRunnerOutput] | None = None
     is_deferred: bool = False
 
     def result(self) -> ModelRunnerOutput:
@@ -92,7 +93,10 @@ class EngineCore:
         executor.initialize_kv_cache(KVCacheConfig(size.num_blocks, spec.block_size))
         dtype, device = executor.describe()
         kv = _make_kv_cache_manager(config, checkpoint, spec, size, dtype=dtype)
-        self.scheduler = Scheduler(config.scheduler, kv, max_model_len=size.max_model_len)
+        # A given step size is the user's own compromise.
+        is_open = config.scheduler.long_prefill_token_threshold is None
+        cost = executor.measure_step_cost() if is_open else None
+        self.scheduler = Scheduler(config.scheduler, kv, max_model_len=size.max_model_len, cost=cost)
         self.ready = Ready(
             max_model_len=size.max_model_len,
             num_gpu_blocks=size.num_blocks,
@@ -109,6 +113,7 @@ class EngineCore:
             log.info("no kv cache: the model computes each prompt in one step, max_model_len=%d", size.max_model_len)
         else:
             _log_cache(size, spec)
+            log.info("%s", describe_pace(config.scheduler, cost))
         # What lives now lives to the end; later collections need not look at it.
         gc.collect()
         gc.freeze()
@@ -204,22 +209,19 @@ class EngineCore:
         return self._fold_oldest(), True
 
     def _dispatch(self, plan: SchedulerOutput) -> None:
-        execute = self._executor.execute_model(plan)
-        samples = plan.total_num_scheduled_tokens > 0 and not self._is_pooling
-        is_deferred = plan.has_pending_structured_tokens
-        batch = _Batch(plan, execute, None, is_deferred)
+        if not plan.structured_req_ids:
+            self._batches.append(_Batch(plan, self._executor.run_step(plan)))
+            return
+        batch = _Batch(plan, self._executor.execute_model(plan), is_deferred=plan.has_pending_structured_tokens)
         self._batches.append(batch)
-        if samples and not is_deferred:
+        if not batch.is_deferred:
             self._sample(batch)
 
     def _sample(self, batch: _Batch) -> None:
         """Start the sampling of a step; masks are filled while its forward pass runs."""
-        grammar_output = None
-        if batch.step.structured_req_ids:
-            requests = self.scheduler.requests
-            alive = [requests[req_id] for req_id in batch.step.structured_req_ids if req_id in requests]
-            grammar_output = self.structured.fill(alive)
-        batch.sample = self._executor.sample_tokens(grammar_output)
+        requests = self.scheduler.requests
+        alive = [requests[req_id] for req_id in batch.step.structured_req_ids if req_id in requests]
+        batch.sample = self._executor.sample_tokens(self.structured.fill(alive))
         batch.is_deferred = False
 
     def _fold_oldest(self) -> ClientOutputs:

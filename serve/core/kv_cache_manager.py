@@ -116,7 +116,8 @@ class KVCacheManager:
         num_new_tokens excludes the prefix-cache hit, which is given as hit_blocks and only for a request without a
         table. full_sequence also demands that all known tokens could be held. Returns the added blocks in order
         (hits excluded), or None when the pool would be left with fewer than num_reserved_blocks; None leaves the
-        pool and the request untouched, so the caller may preempt and retry.
+        pool and the request untouched, so the caller may preempt and retry. A caller that wants one token may leave the
+        call out while the request has a slot for it (num_slots): its blocks are committed when the token is known.
         """
         table = self._tables.get(request.req_id, _NO_BLOCKS)
         num_computed = request.num_computed_tokens + len(hit_blocks) * self.block_size
@@ -134,7 +135,9 @@ class KVCacheManager:
                 return None
             self.pool.touch(hit_blocks)
             new_blocks = self.pool.take(max(0, num_new_blocks))
-            self._tables.setdefault(request.req_id, []).extend((*hit_blocks, *new_blocks))
+            table = self._tables.setdefault(request.req_id, [])
+            table.extend((*hit_blocks, *new_blocks))
+            request.num_slots = len(table) * self.block_size
             request.num_committed_blocks = max(request.num_committed_blocks, len(hit_blocks))
         self.commit(request, min(num_computed + num_new_tokens, request.num_tokens))
         return new_blocks
@@ -162,7 +165,7 @@ class KVCacheManager:
             for block in table[num_valid_tokens // self.block_size :]:
                 self.pool.uncache(block)
         self.pool.free(table)
-        request.num_committed_blocks = 0
+        request.num_committed_blocks = request.num_slots = 0
 
     def forget(self, request: Request) -> None:
         """Take everything equal to what a request computed out of the prefix cache; it keeps its blocks."""

@@ -58,7 +58,8 @@ class Request:
 
     all_token_ids = prompt, then output. num_computed_tokens also counts tokens of steps still in flight.
     num_output_placeholders: tokens that steps in flight will sample, whose ids are not known yet.
-    num_committed_blocks: leading blocks already offered to the prefix cache. block_hashes covers the leading full
+    num_slots: tokens that its cache blocks have room for. num_committed_blocks: leading blocks already offered to the
+    prefix cache. block_hashes covers the leading full
     blocks of all_token_ids, possibly fewer than there are. prompt_embeds [num_prompt_tokens, hidden_size] are the
     inputs of a prompt that was given as embeddings; its token ids are all 0. With pooling_params the request ends with
     its prompt and nothing is sampled. constraint restricts the output token by token; it is there when the request has
@@ -80,6 +81,7 @@ class Request:
     stop_reason: int | None = None
     num_computed_tokens: int = 0
     num_output_placeholders: int = 0
+    num_slots: int = 0
     num_committed_blocks: int = 0
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)

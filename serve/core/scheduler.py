@@ -17,10 +17,11 @@ from typing import Final
 import numpy as np
 
 from serve.config import SchedulerConfig
+from serve.core.block_pool import KVCacheBlock
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.request import Request, RequestStatus, find_stop
 from serve.core.request_queue import make_queue
-from serve.core.step_budget import StepBudget
+from serve.core.step_budget import Pace, StepBudget, step_tokens
 from serve.core.structured_output.constraint import Constraint
 from serve.wire.frontend import (
     EngineCoreOutput,
@@ -30,12 +31,15 @@ from serve.wire.frontend import (
     PrefillStats,
     SchedulerStats,
 )
-from serve.wire.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from serve.wire.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, StepCost
 
 # Outputs of one step by client_index.
 ClientOutputs = dict[int, EngineCoreOutputs]
 
 _MAX_RESERVE_SHIFT: Final = 16
+# Requests passed over in a step because their prefix is on its way; each costs a look into the prefix cache.
+_MAX_DEFERRED: Final = 32
+_NO_BLOCKS: Final[list[KVCacheBlock]] = []
 
 
 class PauseState(enum.Enum):
@@ -74,12 +78,13 @@ class _Counters:
 class Scheduler:
     """Requests of one engine and the plan of each step. Used by the busy-loop thread only."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int) -> None:
-        budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
-        assert budget is not None, "max_num_batched_tokens must be resolved"
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int, cost: StepCost | None = None
+    ) -> None:
+        """cost, if given, paces prompts beside requests that decode (see Pace)."""
+        budget, chunk = step_tokens(config, cost)
+        seqs = config.max_num_seqs
         assert seqs is not None, "max_num_seqs must be resolved"
-        chunk = config.long_prefill_token_threshold
-        assert chunk is not None, "long_prefill_token_threshold must be resolved"
         self.kv = kv
         self.max_model_len = max_model_len
         self.pause_state = PauseState.UNPAUSED
@@ -92,6 +97,7 @@ class Scheduler:
         self._max_num_batched_tokens = budget
         self._long_prefill_token_threshold = chunk
         self._max_num_seqs = seqs
+        self._cost = cost
         self._has_priorities = config.scheduling_policy == "priority"
         self._finished_req_ids: list[str] = []
         self._preempted_req_ids: list[str] = []
@@ -193,14 +199,20 @@ class Scheduler:
         index = 0
         while index < len(running) and budget.num_tokens > 0:
             request = running[index]
-            num_wanted = len(request.all_token_ids) + request.num_output_placeholders - request.num_computed_tokens
+            num_computed = request.num_computed_tokens
+            num_wanted = len(request.all_token_ids) + request.num_output_placeholders - num_computed
             # The last token that fits the context is never computed, but by a prompt that is all there is to compute.
             longest = self.max_model_len - (request.pooling_params is None)
-            num_new = budget.cap(min(num_wanted, longest - request.num_computed_tokens))
+            num_new = min(num_wanted, longest - num_computed)
+            if num_new > 1:
+                self._set_pace(plan)
+                num_new = budget.cap(num_new, num_computed)
             if num_new <= 0 or (request.num_output_placeholders and _is_sure_to_finish(request)):
                 index += 1
                 continue
-            new_blocks = kv.allocate_slots(request, num_new)
+            # Most requests of most steps want one token, and have a slot for it.
+            has_slot = num_new == 1 and num_computed < request.num_slots
+            new_blocks = _NO_BLOCKS if has_slot else kv.allocate_slots(request, num_new)
             while new_blocks is None and request.status is RequestStatus.RUNNING:
                 victim_index = self._choose_victim()
                 index -= victim_index < index
@@ -213,9 +225,27 @@ class Scheduler:
             plan.new_block_ids.append([block.block_id for block in new_blocks] if new_blocks else [])
             plan.num_scheduled[request.req_id] = num_new
             budget.take(num_new)
+            if num_new > 1 and budget.pace is not None:
+                budget.pace.take(num_new, num_computed)
             index += 1
 
     def _schedule_waiting(self, plan: _StepPlan) -> None:
+        """Admit waiting requests in order, but for those whose next block another request is about to compute.
+
+        A prefix that many wait for is computed once. Nobody waits longer than it would take to compute the prefix
+        again, and those behind go first meanwhile.
+        """
+        if not self.waiting:
+            return
+        self._set_pace(plan)
+        coming = {block_hash for request in self.running for block_hash in _uncomputed_blocks(request)}
+        deferred: list[Request] = []
+        self._admit_waiting(plan, coming, deferred)
+        for request in reversed(deferred):
+            self.waiting.prepend(request)
+
+    def _admit_waiting(self, plan: _StepPlan, coming: set[bytes], deferred: list[Request]) -> None:
+        """Admit while there is room; coming are the names of blocks that later steps of running requests compute."""
         budget, waiting = plan.budget, self.waiting
         block_size = self.kv.block_size
         while waiting and budget.num_tokens > 0 and len(self.running) < self._max_num_seqs:
@@ -224,11 +254,18 @@ class Scheduler:
                 # Preempted with a token in flight: its recompute starts when that token is known.
                 return
             hit_blocks = self.kv.get_computed_blocks(request)
+            if coming and self.kv.looks_up(request) and _next_block(request, hit_blocks) in coming:
+                deferred.append(waiting.pop())
+                if len(deferred) == _MAX_DEFERRED:
+                    return
+                continue
             num_hit_tokens = len(hit_blocks) * block_size
             num_left = request.num_tokens - num_hit_tokens
             if not self._config.enable_chunked_prefill and min(num_left, budget.max_chunk) > budget.num_tokens:
                 return
-            num_new = budget.cap(num_left)
+            num_new = budget.cap(num_left, num_hit_tokens)
+            if num_new <= 0:
+                return
             new_blocks = self.kv.allocate_slots(
                 request,
                 num_new,
@@ -243,6 +280,20 @@ class Scheduler:
             plan.new.append(request)
             plan.num_scheduled[request.req_id] = num_new
             budget.take(num_new)
+            if budget.pace is not None:
+                budget.pace.take(num_new, num_hit_tokens)
+            coming.update(_uncomputed_blocks(request))
+
+    def _set_pace(self, plan: _StepPlan) -> None:
+        """Limit what prompts may add to this step by what its decodes cost; called only when there are prompts."""
+        if self._cost is None or plan.budget.pace is not None:
+            return
+        decoding = [
+            request.num_computed_tokens
+            for request in self.running
+            if len(request.all_token_ids) + request.num_output_placeholders - request.num_computed_tokens <= 1
+        ]
+        plan.budget.pace = Pace(self._cost, decoding)
 
     def _reserve_for(self, request: Request) -> int:
         """Give the blocks that admitting a request must leave free for the growth of the running ones.
@@ -337,10 +388,10 @@ class Scheduler:
     def _advance(self, plan: _StepPlan) -> list[tuple[Request, bool]]:
         """Count the scheduled tokens as computed; a request with none left gets a placeholder for its next token."""
         entries = []
-        for request in chain(plan.cached, plan.new):
-            request.num_computed_tokens += plan.num_scheduled[request.req_id]
-            num_known = len(request.all_token_ids) + request.num_output_placeholders
-            samples = request.num_computed_tokens >= num_known
+        # num_scheduled has the same order.
+        for request, num_new in zip(chain(plan.cached, plan.new), plan.num_scheduled.values(), strict=True):
+            request.num_computed_tokens = num_computed = request.num_computed_tokens + num_new
+            samples = num_computed >= len(request.all_token_ids) + request.num_output_placeholders
             if samples:
                 if request.constraint is not None:
                     _note_constraint(request, plan)
@@ -495,6 +546,17 @@ def _end_output(request: Request) -> EngineCoreOutput:
         events=request.take_events(),
         prefill_stats=request.take_prefill_stats(),
     )
+
+
+def _uncomputed_blocks(request: Request) -> list[bytes]:
+    """Give the names of the full blocks of a running request that are known and not yet scheduled."""
+    return request.block_hashes[request.num_committed_blocks :]
+
+
+def _next_block(request: Request, hit_blocks: list[KVCacheBlock]) -> bytes | None:
+    """Give the name of the block behind a prefix-cache hit, None when there is none that is full."""
+    index = len(hit_blocks)
+    return request.block_hashes[index] if index < len(request.block_hashes) else None
 
 
 def _note_constraint(request: Request, plan: _StepPlan) -> None:

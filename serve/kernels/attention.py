@@ -34,6 +34,8 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Write causal attention of packed queries over the paged cache to out."""
 
@@ -66,9 +68,13 @@ class PagedAttention:
         *,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Write attention to out [num_tokens, num_heads, head_size]; see ops.paged_attention."""
-        ops.paged_attention(query, cache, meta, out, scale=scale, window=window)
+        ops.paged_attention(
+            query, cache, meta, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes
+        )
 
 
 BACKENDS: dict[str, type[PagedAttention]] = {"cpu": PagedAttention}

@@ -1,5 +1,6 @@
 """Checks of shapes and types that every implementation of an op makes before it computes."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -174,6 +175,23 @@ def window_size(window: int | None) -> int:
     if size < 0:
         raise ValueError(f"window={size} is negative; use 0 for full attention")
     return size
+
+
+def soft_cap_size(soft_cap: float | None) -> float:
+    """Give the bound of scores, 0 for none."""
+    size = soft_cap or 0.0
+    if not 0 <= size < math.inf:
+        raise ValueError(f"soft_cap={size} is not a positive number; use None for scores without a bound")
+    return size
+
+
+def plain_slopes(slopes: Tensor | None, num_heads: int) -> Tensor | None:
+    """Give ALiBi slopes side by side; they must be one float32 for each head."""
+    if slopes is None:
+        return None
+    if slopes.dtype != torch.float32 or slopes.shape != (num_heads,):
+        raise ValueError(f"alibi_slopes {describe(slopes)} must be float32 [{num_heads}], one for each head")
+    return slopes.contiguous()
 
 
 def request_spans(meta: AttentionMetadata) -> list[tuple[int, int]]:

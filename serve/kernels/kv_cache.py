@@ -1,5 +1,7 @@
 """Paged KV cache of one layer and the batch description that attention reads."""
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +10,9 @@ from torch import Tensor
 
 KEY_LANES = 16
 MAX_HEAD_SIZE = 512
-CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CACHE_LINE = 64
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+SCALE_BYTES = 4  # of a float32, for each head of a position in an int8 cache
+HUGE_PAGE = 2 << 20
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class KVCache:
     key    [num_blocks, num_kv_heads, block_size / 16, head_size, 16]: sixteen neighbouring
            positions lie side by side, so that one vector load serves sixteen scores
     value  [num_blocks, num_kv_heads, block_size, head_size rounded up to 16], zero padded
+    int8 has scales besides, float32 [num_blocks, num_kv_heads, block_size] each.
     """
 
     key: Tensor
@@ -49,6 +53,8 @@ class KVCache:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
 
 def padded_head_size(head_size: int) -> int:
@@ -59,7 +65,8 @@ def padded_head_size(head_size: int) -> int:
 def page_size_bytes(block_size: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
     """Give the bytes of one block in one layer, key and value together."""
     check_geometry(block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
-    return block_size * num_kv_heads * (head_size + padded_head_size(head_size)) * dtype.itemsize
+    scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
+    return block_size * num_kv_heads * ((head_size + padded_head_size(head_size)) * dtype.itemsize + scales)
 
 
 def check_geometry(block_size: int, *, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
@@ -71,7 +78,7 @@ def check_geometry(block_size: int, *, num_kv_heads: int, head_size: int, dtype:
     if not 0 < head_size <= MAX_HEAD_SIZE:
         raise ValueError(f"head_size={head_size} is outside 1..{MAX_HEAD_SIZE}")
     if dtype not in CACHE_DTYPES:
-        raise ValueError(f"a KV cache of {dtype} is not supported; use float32, bfloat16 or float16")
+        raise ValueError(f"a KV cache of {dtype} is not supported; use float32, bfloat16, float16 or int8")
 
 
 def allocate_kv_cache(
@@ -83,6 +90,8 @@ def allocate_kv_cache(
         raise ValueError(f"num_blocks={num_blocks} is not positive")
     key_shape = (num_blocks, num_kv_heads, block_size // KEY_LANES, head_size, KEY_LANES)
     value_shape = (num_blocks, num_kv_heads, block_size, padded_head_size(head_size))
+    scale_shape = (num_blocks, num_kv_heads, block_size)
+    is_scaled = dtype == torch.int8
     return KVCache(
         key=_zeros(key_shape, dtype),
         value=_zeros(value_shape, dtype),
@@ -91,15 +100,38 @@ def allocate_kv_cache(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         dtype=dtype,
+        key_scale=_zeros(scale_shape, torch.float32) if is_scaled else None,
+        value_scale=_zeros(scale_shape, torch.float32) if is_scaled else None,
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make zeros that start on a cache line and cost nothing until they are touched.
+def quantize_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Give int8 codes of heads [..., head_size] and their scales [...]; the largest magnitude becomes 127.
 
-    torch.zeros writes every page, seconds for a large cache; numpy's zeros come from the system.
+    A head with an element that is not finite has a scale that is not a number.
+    """
+    wide = heads.float()
+    scale = wide.abs().amax(dim=-1) / 127
+    scale = scale.masked_fill(~wide.isfinite().all(dim=-1), torch.nan)
+    codes = (wide / scale.unsqueeze(-1)).round().nan_to_num(0).clamp(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make zeros that start on a huge page and cost nothing until they are touched.
+
+    torch.zeros writes every page, seconds for a large cache; these come from the system on first touch, 2 MiB at a
+    time where it has huge pages: blocks in random order then cost few address translations. MemoryError when the
+    system refuses.
     """
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
-    start = -raw.ctypes.data % CACHE_LINE
+    try:
+        memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as e:
+        raise MemoryError(f"the system refused {num_bytes} bytes") from e
+    if num_bytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, dtype=np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE
     return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)

@@ -92,6 +92,8 @@ class Ops(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """Write causal attention of packed queries over the paged cache to out."""
 
@@ -207,14 +209,20 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> None:
     """Write causal attention of packed queries over the paged cache to out.
 
     query, out  [num_tokens, num_heads, head_size], rows may be strided
     window      keys that a query sees, itself included; None or 0 = all
+    soft_cap    scores become soft_cap * tanh(score / soft_cap)
+    alibi_slopes  float32 [num_heads], added to a score times the key's position less the query's
     Raises ValueError for a block outside the cache or lengths that do not fit each other.
     """
-    implementation(query.device.type).paged_attention(query, cache, meta, out, scale=scale, window=window)
+    implementation(query.device.type).paged_attention(
+        query, cache, meta, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes
+    )
 
 
 def encoder_attention(

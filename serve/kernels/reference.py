@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve.kernels import checks
-from serve.kernels.kv_cache import AttentionMetadata, KVCache
+from serve.kernels.kv_cache import AttentionMetadata, KVCache, quantize_heads
 from serve.kernels.packed_weight import WEIGHT_LANES, PackedWeight, empty_packed_weight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
 from serve.kernels.stack import Stack, StackRunner
@@ -137,8 +137,12 @@ def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -
     slots = slot_mapping[tokens]
     block, offset = slots // cache.block_size, slots % cache.block_size
     lanes = cache.key.shape[-1]
-    cache.key[block, :, offset // lanes, :, offset % lanes] = key[tokens].to(cache.dtype)
-    cache.value[block, :, offset, : cache.head_size] = value[tokens].to(cache.dtype)
+    key, value = key[tokens], value[tokens]
+    if cache.key_scale is not None and cache.value_scale is not None:
+        key, cache.key_scale[block, :, offset] = quantize_heads(key)
+        value, cache.value_scale[block, :, offset] = quantize_heads(value)
+    cache.key[block, :, offset // lanes, :, offset % lanes] = key.to(cache.dtype)
+    cache.value[block, :, offset, : cache.head_size] = value.to(cache.dtype)
 
 
 def paged_attention(
@@ -149,15 +153,20 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> None:
     """Write causal attention of packed queries over the paged cache to out.
 
     query, out  [num_tokens, num_heads, head_size]
     window      keys that a query sees, itself included; None or 0 = all
+    soft_cap    scores become soft_cap * tanh(score / soft_cap)
+    alibi_slopes  float32 [num_heads], added to a score times the key's position less the query's
     Rows that belong to no request stay untouched. A block outside the cache raises ValueError.
     """
     checks.check_attention(query, cache, meta, out)
     size = checks.window_size(window)
+    cap, slopes = checks.soft_cap_size(soft_cap), checks.plain_slopes(alibi_slopes, query.shape[1])
     starts: list[int] = meta.query_start_loc[: meta.num_reqs + 1].tolist()
     seq_lens: list[int] = meta.seq_lens[: meta.num_reqs].tolist()
     for request, seq_len in enumerate(seq_lens):
@@ -171,7 +180,8 @@ def paged_attention(
             raise checks.seq_len_error(request, seq_len, max_len)
         first_key = max(0, seq_len - (end - begin) + 1 - size) if size else 0
         keys, values = _gather(cache, meta.block_table[request], request, (first_key, seq_len))
-        out[begin:end] = _attend(query[begin:end], keys, values, scale=scale, window=size).to(out.dtype)
+        attended = _attend(query[begin:end], keys, values, scale=scale, window=size, soft_cap=cap, slopes=slopes)
+        out[begin:end] = attended.to(out.dtype)
 
 
 def encoder_attention(
@@ -211,10 +221,22 @@ def _gather(cache: KVCache, block_ids: Tensor, request: int, span: tuple[int, in
     rows = slice(span[0] - first_block * cache.block_size, span[1] - first_block * cache.block_size)
     keys = cache.key[blocks].permute(0, 2, 4, 1, 3).flatten(0, 2)
     values = cache.value[blocks].permute(0, 2, 1, 3).flatten(0, 1)[..., : cache.head_size]
+    if cache.key_scale is not None and cache.value_scale is not None:
+        keys = keys.float() * cache.key_scale[blocks].permute(0, 2, 1).flatten(0, 1).unsqueeze(-1)
+        values = values.float() * cache.value_scale[blocks].permute(0, 2, 1).flatten(0, 1).unsqueeze(-1)
     return keys[rows], values[rows]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int) -> Tensor:
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    slopes: Tensor | None,
+) -> Tensor:
     """Attend one request's queries to its keys, whose last ones are the queries' own."""
     num_tokens, num_heads, _ = query.shape
     wide = _widen(query)
@@ -224,6 +246,10 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window
     scores = torch.einsum("thd,khd->htk", wide * scale, keys)
     key_position = torch.arange(keys.shape[0], device=query.device)
     query_position = key_position[keys.shape[0] - num_tokens :].unsqueeze(1)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (key_position - query_position)
     is_seen = key_position <= query_position
     if window:
         is_seen &= key_position > query_position - window

@@ -32,6 +32,21 @@ class KVCacheConfig(Message):
     block_size: int
 
 
+class StepCost(Message):
+    """What a step costs, in seconds, as measured at start: base, and for each of its tokens the rest.
+
+    per_key is multiplied by the number of keys that the token's query looks at.
+    """
+
+    base: float
+    per_token: float
+    per_key: float
+
+    def token_seconds(self, position: int) -> float:
+        """Give the cost of a token at a position of its request."""
+        return self.per_token + self.per_key * position
+
+
 class NewRequestData(Message):
     """A request the worker does not know: first scheduled, or resumed after preemption.
 

@@ -60,6 +60,37 @@ def gather_prompt_embeds(batch: InputBatch, states: RequestStates) -> PromptEmbe
     return PromptEmbeds(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(values)))
 
 
+@dataclass(slots=True)
+class _Layout:
+    """What stays as it is while the same requests get the same numbers of tokens, as in a run of decode steps.
+
+    starts and what follows it are views of the builder's buffers; tensors are input_ids, positions, starts, seq_lens
+    and slots as torch sees them.
+
+    req_ids, counts, version  what it was made for
+    req_indices               [num_reqs]
+    scheduled                 [num_reqs] int64
+    offsets                   [num_tokens] int64, place of each token among its request's in this step
+    id_starts, block_starts   [num_tokens] where the rows begin in the flat tables of ids and blocks
+    """
+
+    req_ids: list[str]
+    counts: list[int]
+    version: int
+    req_indices: NDArray[np.intp]
+    scheduled: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    id_starts: NDArray[np.int64]
+    block_starts: NDArray[np.int64]
+    starts: NDArray[np.int32]
+    input_ids: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    seq_lens: NDArray[np.int32]
+    tensors: tuple[Tensor, ...]
+    max_query_len: int
+
+
 class InputBatchBuilder:
     """Builds InputBatch objects without a Python loop over tokens."""
 
@@ -76,53 +107,91 @@ class InputBatchBuilder:
         self._seq_lens: NDArray[np.int32] = np.zeros(max_num_reqs, dtype=np.int32)
         self._block_table: NDArray[np.int32] = np.zeros(max_num_reqs * max_num_blocks, dtype=np.int32)
         self._arange = np.arange(max_num_tokens, dtype=np.int64)
+        self._layout: _Layout | None = None
+        # The block table in use, and what it was gathered for.
+        self._gathered: Tensor | None = None
+        self._gathered_for: tuple[_Layout, int, int] | None = None
 
     def build(self, num_scheduled_tokens: dict[str, int]) -> InputBatch:
         """Pack the scheduled tokens of every request, in the order of num_scheduled_tokens.
 
         num_computed_tokens of the states must be those of this step.
         """
-        states = self._states
-        req_ids = list(num_scheduled_tokens)
+        states, layout = self._states, self._lay_out(num_scheduled_tokens)
+        positions = layout.positions
+        if layout.max_query_len == 1:
+            states.num_computed_tokens.take(layout.req_indices, out=positions, mode="clip")
+            np.add(positions, 1, out=layout.seq_lens, casting="unsafe")
+        else:
+            computed = states.num_computed_tokens.take(layout.req_indices)
+            np.add(np.repeat(computed, layout.scheduled), layout.offsets, out=positions)
+            np.add(computed, layout.scheduled, out=layout.seq_lens, casting="unsafe")
+        states.flat_token_ids.take(layout.id_starts + positions, out=layout.input_ids, mode="clip")
+        self._block_tables.fill_slots(layout.block_starts, positions, layout.slots)
+        max_seq_len = int(layout.seq_lens.max())
+        # A row past its known tokens belongs to a request that failed: its result is already dropped.
+        sampled = np.flatnonzero(layout.seq_lens == states.num_tokens.take(layout.req_indices))
+        input_ids, positions_tensor, query_start_loc, seq_lens, slot_mapping = layout.tensors
+        return InputBatch(
+            req_ids=layout.req_ids,
+            req_indices=layout.req_indices,
+            num_scheduled_tokens=layout.scheduled,
+            input_ids=input_ids,
+            positions=positions_tensor,
+            meta=AttentionMetadata(
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=self._gather(layout, max_seq_len),
+                slot_mapping=slot_mapping,
+                num_reqs=len(layout.req_ids),
+                num_tokens=len(positions),
+                max_query_len=layout.max_query_len,
+                max_seq_len=max_seq_len,
+            ),
+            query_start_loc_np=layout.starts,
+            sampled=sampled,
+            logits_indices=layout.starts[1:][sampled].astype(np.int64) - 1,
+        )
+
+    def _gather(self, layout: _Layout, max_seq_len: int) -> Tensor:
+        """Give the block tables of the batch; they are copied together anew only when something in them changed."""
+        wanted = (layout, self._block_tables.num_blocks_for(max_seq_len), self._block_tables.version)
+        last = self._gathered_for
+        if self._gathered is None or last is None or last[0] is not layout or last[1:] != wanted[1:]:
+            table = self._block_tables.gather(layout.req_indices, wanted[1], self._block_table)
+            self._gathered, self._gathered_for = torch.from_numpy(table), wanted
+        return self._gathered
+
+    def _lay_out(self, num_scheduled_tokens: dict[str, int]) -> _Layout:
+        """Give the layout of a step: the last one's if the requests and their numbers of tokens are the same."""
+        req_ids, counts = list(num_scheduled_tokens), list(num_scheduled_tokens.values())
+        states, last = self._states, self._layout
+        if last is not None and last.version == states.version and last.counts == counts and last.req_ids == req_ids:
+            return last
         num_reqs = len(req_ids)
         req_indices = np.array([states.req_id_to_index[req_id] for req_id in req_ids], dtype=np.intp)
-        scheduled = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=num_reqs)
-        computed = states.num_computed_tokens[req_indices]
-        ends = computed + scheduled
+        scheduled = np.array(counts, dtype=np.int64)
         starts = self._query_start_loc[: num_reqs + 1]
         np.cumsum(scheduled, out=starts[1:])
         num_tokens = int(starts[num_reqs])
-        positions = self._positions[:num_tokens]
-        if num_tokens == num_reqs:
-            token_rows = req_indices
-            positions[:] = computed
-        else:
-            token_rows = np.repeat(req_indices, scheduled)
-            np.add(self._arange[:num_tokens], np.repeat(computed - starts[:-1], scheduled), out=positions)
-        self._input_ids[:num_tokens] = states.token_ids[token_rows, positions]
-        self._slot_mapping[:num_tokens] = self._block_tables.slots(token_rows, positions)
-        self._seq_lens[:num_reqs] = ends
-        max_seq_len = int(ends.max())
-        block_table = self._block_tables.gather(req_indices, max_seq_len, self._block_table)
-        # A row past its known tokens belongs to a request that failed: its result is already dropped.
-        sampled = np.flatnonzero(ends == states.num_tokens[req_indices])
-        return InputBatch(
+        token_rows = np.repeat(req_indices, scheduled)
+        input_ids, positions = self._input_ids[:num_tokens], self._positions[:num_tokens]
+        slots, seq_lens = self._slot_mapping[:num_tokens], self._seq_lens[:num_reqs]
+        self._layout = _Layout(
             req_ids=req_ids,
+            counts=counts,
+            version=states.version,
             req_indices=req_indices,
-            num_scheduled_tokens=scheduled,
-            input_ids=torch.from_numpy(self._input_ids[:num_tokens]),
-            positions=torch.from_numpy(positions),
-            meta=AttentionMetadata(
-                query_start_loc=torch.from_numpy(starts),
-                seq_lens=torch.from_numpy(self._seq_lens[:num_reqs]),
-                block_table=torch.from_numpy(block_table),
-                slot_mapping=torch.from_numpy(self._slot_mapping[:num_tokens]),
-                num_reqs=num_reqs,
-                num_tokens=num_tokens,
-                max_query_len=int(scheduled.max()),
-                max_seq_len=max_seq_len,
-            ),
-            query_start_loc_np=starts,
-            sampled=sampled,
-            logits_indices=starts[1:][sampled].astype(np.int64) - 1,
+            scheduled=scheduled,
+            offsets=self._arange[:num_tokens] - np.repeat(starts[:-1], scheduled),
+            id_starts=token_rows * np.int64(states.token_ids.shape[1]),
+            block_starts=token_rows * np.int64(self._block_tables.max_num_blocks),
+            starts=starts,
+            input_ids=input_ids,
+            positions=positions,
+            slots=slots,
+            seq_lens=seq_lens,
+            tensors=tuple(map(torch.from_numpy, (input_ids, positions, starts, seq_lens, slots))),
+            max_query_len=max(counts),
         )
+        return self._layout

@@ -14,6 +14,7 @@ class RequestStates:
     """Who sits in which row, with its tokens and sampling settings.
 
     token_ids            [max_num_reqs, max_model_len + 1] int32; the system hands out its pages on first write
+    flat_token_ids       the same memory, row after row
     num_tokens           [max_num_reqs] int64, prompt and output ids known
     num_prompt_tokens    [max_num_reqs] int64
     num_computed_tokens  [max_num_reqs] int64
@@ -24,6 +25,7 @@ class RequestStates:
         self._vocab_size = vocab_size
         # One column more than the limit: a request that just reached it may run once more before it is dropped.
         self.token_ids: NDArray[np.int32] = np.zeros((max_num_reqs, max_model_len + 1), dtype=np.int32)
+        self.flat_token_ids = self.token_ids.reshape(-1)
         self.num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_reqs, dtype=np.int64)

@@ -19,7 +19,7 @@ from torch import Tensor
 from serve.wire.frontend import LogprobsLists
 from serve.wire.step import GrammarOutput
 from serve.worker.logits_processors import ProcessorChain
-from serve.worker.sample.draw import RowDrawer
+from serve.worker.sample.batch_draw import DrawPlan, make_drawer, plan_draws
 from serve.worker.sample.logprobs import gather_chosen, gather_logprobs, to_values
 from serve.worker.sample.masks import (
     add_logit_bias,
@@ -28,7 +28,6 @@ from serve.worker.sample.masks import (
     mask_stops_until_min_tokens,
     unpack_bitmask,
 )
-from serve.worker.sample.philox import uniform
 from serve.worker.sample.row import RowSampling
 
 FAILED: Final = -1
@@ -45,7 +44,8 @@ FloatTable = NDArray[np.float32]
 class SamplingBatch:
     """The rows that sample in a step and which of them need what; reused while the same requests sample.
 
-    Row numbers index the logits. has_transforms: some row changes its logits before the argmax.
+    Row numbers index the logits. has_transforms: some row changes its logits before the argmax. draws is the plan of
+    the random rows, None when there are none.
     """
 
     req_ids: list[str]
@@ -55,7 +55,7 @@ class SamplingBatch:
     min_tokens: list[int]
     biased: list[int]
     penalized: list[int]
-    random: list[int]
+    draws: DrawPlan | None
     with_logprobs: list[int]
     has_transforms: bool
 
@@ -76,6 +76,7 @@ def build_sampling_batch(req_ids: list[str], rows: list[RowSampling]) -> Samplin
     min_tokens = [i for i, row in enumerate(rows) if row.min_tokens > 0 and len(row.stop_ids)]
     biased = [i for i, row in enumerate(rows) if row.bias_ids is not None]
     penalized = [i for i, row in enumerate(rows) if row.penalties is not None]
+    random = [i for i, row in enumerate(rows) if not row.is_greedy]
     return SamplingBatch(
         req_ids=req_ids,
         rows=rows,
@@ -84,7 +85,7 @@ def build_sampling_batch(req_ids: list[str], rows: list[RowSampling]) -> Samplin
         min_tokens=min_tokens,
         biased=biased,
         penalized=penalized,
-        random=[i for i, row in enumerate(rows) if not row.is_greedy],
+        draws=plan_draws(rows, random) if random else None,
         with_logprobs=[i for i, row in enumerate(rows) if row.num_logprobs is not None],
         has_transforms=bool(allowed or bad_words or min_tokens or biased or penalized),
     )
@@ -95,7 +96,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, logprobs_mode: str, processors: ProcessorChain) -> None:
         """logprobs_mode is raw_logprobs, raw_logits, processed_logprobs or processed_logits."""
-        self._drawer = RowDrawer(vocab_size)
+        self._drawer = make_drawer(vocab_size)
         self._processors = processors
         self._is_raw = logprobs_mode.startswith("raw")
         self._as_logprobs = logprobs_mode.endswith("logprobs")
@@ -110,20 +111,19 @@ class Sampler:
         A row that holds NaN or has no token left fails alone.
         """
         table: FloatTable = logits.numpy()
-        tokens = table.argmax(axis=1)
         # argmax stops at a NaN, so the value it found tells whether the row holds one.
-        tops = table[np.arange(len(tokens)), tokens]
+        tokens, tops = self._drawer.argmax(table)
         output = SamplerOutput(token_ids=[])
         _fail_rows(tops, output.errors, none_allowed=_BROKEN)
         raw_values = self._raw_values(logits, batch.with_logprobs)
         if batch.has_transforms or grammar is not None or self._processors.changes_argmax:
             self._transform(logits, batch, num_tokens, grammar)
-            tokens = table.argmax(axis=1)
+            tokens, tops = self._drawer.argmax(table)
             own = _NONE_BY_PROCESSORS if self._processors.changes_argmax else _NONE_BY_REQUEST
-            _fail_rows(table[np.arange(len(tokens)), tokens], output.errors, none_allowed=own)
+            _fail_rows(tops, output.errors, none_allowed=own)
         output.token_ids = tokens.tolist()
-        if batch.random:
-            self._draw(logits, batch, num_tokens, output)
+        if batch.draws is not None:
+            self._draw(logits, tops, batch, num_tokens, output)
         for i in output.errors:
             output.token_ids[i] = FAILED
         if batch.with_logprobs:
@@ -162,23 +162,40 @@ class Sampler:
             assert penalties is not None, "batch.penalized lists a row without penalties"
             penalties.apply(table[i])
 
-    def _draw(self, logits: Tensor, batch: SamplingBatch, num_tokens: NDArray[np.int64], output: SamplerOutput) -> None:
+    def _draw(
+        self,
+        logits: Tensor,
+        tops: NDArray[np.float32],
+        batch: SamplingBatch,
+        num_tokens: NDArray[np.int64],
+        output: SamplerOutput,
+    ) -> None:
         """Replace the argmax of every random row by a draw from its filtered distribution."""
         table: FloatTable = logits.numpy()
-        for i in batch.random:
-            if batch.rows[i].inverse_temperature != 1.0:
-                table[i] *= batch.rows[i].inverse_temperature
-        if self._processors.keeps_argmax:
+        plan = batch.draws
+        assert plan is not None, "there is a random row to draw for"
+        reports_kept = bool(batch.with_logprobs) and not self._is_raw
+        is_scaled = reports_kept or self._processors.keeps_argmax
+        if is_scaled:
+            for place, row in zip(plan.places.tolist(), plan.rows, strict=True):
+                table[place] *= row.inverse_temperature
             self._processors.apply_after_temperature(logits)
-            _fail_rows(table.max(axis=1), output.errors, none_allowed=_NONE_BY_PROCESSORS)
-        for i in batch.random:
-            if i in output.errors:
-                continue
-            row = batch.rows[i]
-            noise = uniform(row.seed, int(num_tokens[i]))
-            output.token_ids[i], kept = self._drawer.draw(table[i], row, noise)
-            if kept is not None and not self._is_raw and row.num_logprobs is not None:
-                mask_allowed_ids(table[i], kept)
+            tops = table.max(axis=1)
+        else:
+            with np.errstate(over="ignore"):
+                tops[plan.places] *= plan.records["inverse_temperature"]
+        _fail_rows(tops, output.errors, none_allowed=_NONE_BY_PROCESSORS)
+        if output.errors:
+            plan = plan.without(set(output.errors))
+        if not reports_kept:
+            tokens = self._drawer.draw(table, plan, tops, num_tokens, is_scaled=is_scaled)
+        else:
+            tokens, kept_ids = self._drawer.draw_kept(table, plan, tops, num_tokens)
+            for place, row, kept in zip(plan.places.tolist(), plan.rows, kept_ids, strict=True):
+                if kept is not None and row.num_logprobs is not None:
+                    mask_allowed_ids(table[place], kept)
+        for place, token in zip(plan.places.tolist(), tokens, strict=True):
+            output.token_ids[place] = token
 
     def _gather(
         self, logits: Tensor, raw_values: FloatTable | None, batch: SamplingBatch, output: SamplerOutput

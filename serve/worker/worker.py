@@ -26,11 +26,13 @@ from serve.wire.step import (
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
+    StepCost,
 )
 from serve.worker.host import free_memory_bytes, processor_name, usable_cpus
 from serve.worker.logits_processors import ProcessorChain, load_processors
 from serve.worker.model_runner import ModelRunner, RunnerLimits
 from serve.worker.pooling_runner import PoolingRunner
+from serve.worker.step_timer import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES: Final = 4 << 30
 CPU_KV_CACHE_SHARE: Final = 4
 CPU_TOKENS_PER_SEQ: Final = 512
+_CACHE_DTYPES: Final = {**DTYPES, "int8": torch.int8}
 _WARM_UP_ID: Final = "warm-up"
 _WARM_UP_TOKENS: Final = 32
 _MIB: Final = 1 << 20
@@ -70,9 +73,10 @@ class Worker:
         self._backend = select_backend(self._device)
         self._dtype = compute_dtype(config.model.dtype, checkpoint, self._device)
         cache_dtype = config.cache.kv_cache_dtype
-        self._kv_dtype = self._dtype if cache_dtype == "auto" else DTYPES[cache_dtype]
+        self._kv_dtype = self._dtype if cache_dtype == "auto" else _CACHE_DTYPES[cache_dtype]
         self._processors = ProcessorChain(load_processors(config.model.logits_processors))
         self._num_threads = 1
+        self._num_blocks = 0
         self._model: CausalLM | PoolingModel | None = None
         self._runner: ModelRunner | PoolingRunner | None = None
         self.dtype_name = dtype_description(config.model.dtype, checkpoint, self._device)
@@ -139,6 +143,7 @@ class Worker:
         """Allocate the cache and make ready to run steps."""
         assert self._model is not None, "load_model comes before initialize_kv_cache"
         arch, scheduler = self._checkpoint.arch, self._config.scheduler
+        self._num_blocks = config.num_blocks
         assert scheduler.max_num_seqs is not None, "settings must be resolved"
         assert scheduler.max_num_batched_tokens is not None, "settings must be resolved"
         try:
@@ -196,6 +201,14 @@ class Worker:
         for error in errors.values():
             log.warning("the model failed on a test prompt: %s; check the checkpoint", error)
         self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
+
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None for a pooling model, whose requests never decode."""
+        if self._checkpoint.pooling is not None:
+            return None
+        block_size = self._config.cache.block_size
+        max_tokens = min(self._max_model_len() - 1, (self._num_blocks - 1) * block_size)
+        return StepTimer(self._run_step, block_size=block_size, max_tokens=max_tokens).measure()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None means that sample_tokens must follow."""

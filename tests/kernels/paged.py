@@ -11,6 +11,7 @@ from serve.kernels import kv_cache, reference
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALL_CACHE_DTYPES = [*CACHE_DTYPES, torch.int8]
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def make_batch(
     cache = kv_cache.allocate_kv_cache(
         num_blocks, block_size, num_kv_heads=heads.num_kv_heads, head_size=heads.head_size, dtype=dtype
     )
-    cache.key.fill_(torch.nan)
-    cache.value.fill_(torch.nan)
+    poison(cache)
     free = torch.randperm(num_blocks, generator=generator).int()
     block_table = torch.full((len(seq_lens), max(counts) + 1), -7, dtype=torch.int32)
     batch = Batch(heads, cache, make_metadata(query_lens, seq_lens, block_table, torch.empty(0)), torch.empty(0))
@@ -84,19 +84,51 @@ def make_batch(
     for request, (query_len, seq_len, count) in enumerate(zip(query_lens, seq_lens, counts, strict=True)):
         block_table[request, :count], free = free[:count], free[count:]
         shape = (seq_len, heads.num_kv_heads, heads.head_size)
-        key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+        if dtype != torch.int8:
+            key, value = key.to(dtype), value.to(dtype)
         positions = torch.arange(seq_len)
         fill(cache, key, value, slots_of(block_table[request], positions, block_size))
         slots.append(slots_of(block_table[request], positions[seq_len - query_len :], block_size))
-        batch.keys.append(key)
-        batch.values.append(value)
+        batch.keys.append(stored(key, dtype))
+        batch.values.append(stored(value, dtype))
     batch.meta.slot_mapping = torch.cat(slots)
     batch.query = torch.randn(sum(query_lens), heads.num_heads, heads.head_size, generator=generator)
     return batch
 
 
+def poison(cache: KVCache) -> None:
+    """Put what must never be read into every slot."""
+    if cache.key_scale is not None and cache.value_scale is not None:
+        for scale in (cache.key_scale, cache.value_scale):
+            scale.fill_(torch.nan)
+        return
+    cache.key.fill_(torch.nan)
+    cache.value.fill_(torch.nan)
+
+
+def quantized(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Round heads [..., head_size] to multiples of a 127th of their largest magnitude, as codes and scales."""
+    scale = heads.abs().amax(dim=-1, keepdim=True) / 127
+    return torch.where(scale > 0, heads / scale, 0).round(), scale.squeeze(-1)
+
+
+def stored(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give the values that a cache of a type holds for heads."""
+    if dtype != torch.int8:
+        return heads.to(dtype)
+    codes, scale = quantized(heads)
+    return codes.double() * scale.double().unsqueeze(-1)
+
+
 def fill(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Put tokens into the cache one element group at a time, as its layout is documented."""
+    if cache.key_scale is not None and cache.value_scale is not None:
+        (key, key_scale), (value, value_scale) = quantized(key), quantized(value)
+        for token, slot in enumerate(slots.tolist()):
+            block, offset = divmod(slot, cache.block_size)
+            cache.key_scale[block, :, offset] = key_scale[token]
+            cache.value_scale[block, :, offset] = value_scale[token]
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, cache.block_size)
         cache.key[block, :, offset // 16, :, offset % 16] = key[token]
@@ -104,7 +136,9 @@ def fill(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
         cache.value[block, :, offset, cache.head_size :] = 0
 
 
-def dense_attention(batch: Batch, window: int = 0) -> Tensor:
+def dense_attention(
+    batch: Batch, window: int = 0, *, soft_cap: float | None = None, slopes: Tensor | None = None
+) -> Tensor:
     """Give the batch's attention in float64, one query head of one token at a time."""
     rows = []
     group_size = batch.heads.num_heads // batch.heads.num_kv_heads
@@ -117,6 +151,10 @@ def dense_attention(batch: Batch, window: int = 0) -> Tensor:
             seen_keys = key[begin:end].double().repeat_interleave(group_size, dim=1)
             seen_values = value[begin:end].double().repeat_interleave(group_size, dim=1)
             scores = (seen_keys * heads).sum(dim=-1) * batch.heads.scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if slopes is not None:
+                scores = scores - torch.arange(end - begin - 1, -1, -1).double().unsqueeze(1) * slopes.double()
             rows.append((torch.softmax(scores, dim=0).unsqueeze(-1) * seen_values).sum(dim=0))
     return torch.stack(rows)
 

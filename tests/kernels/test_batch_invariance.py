@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from serve.kernels import ops as public_ops
 from serve.kernels.cpu import binding
 from serve.kernels.cpu import ops as cpu_ops
 from serve.kernels.ops import Ops
-from tests.kernels.paged import CACHE_DTYPES, Batch, Heads, make_batch, make_metadata
+from tests.kernels.paged import ALL_CACHE_DTYPES, Batch, Heads, make_batch, make_metadata
 from tests.kernels.variants import VARIANTS
 
 HEADS = Heads(9, 3, 64)
@@ -35,7 +38,7 @@ def only(batch: Batch, request: int, tokens: slice) -> Batch:
     return Batch(batch.heads, batch.cache, meta, query)
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 290])
 def test_request_alone_equals_request_in_batch(library_ops: Ops, dtype: torch.dtype, window: int) -> None:
     batch = make_batch(QUERY_LENS, SEQ_LENS, HEADS, dtype=dtype)
@@ -65,6 +68,25 @@ def test_number_of_threads_changes_nothing(
     for _ in range(5):
         after = [attend(library_ops, part, window) for part in (batch, *single)]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_mixes_of_pieces_and_threads_change_nothing(library_ops: Ops, seed: int, threads_restored: None) -> None:
+    random = np.random.default_rng(seed)
+    query_lens = random.integers(1, 60, 4).tolist()
+    seq_lens = [query_len + int(random.integers(0, 900)) for query_len in query_lens]
+    dtype = ALL_CACHE_DTYPES[seed % len(ALL_CACHE_DTYPES)]
+    heads = Heads(int(random.choice([4, 12, 28])), 4, 24)
+    window = int(random.choice([0, 0, 100, 290]))
+    batch = make_batch(query_lens, seq_lens, heads, dtype=dtype, block_size=int(random.choice([16, 48])), seed=seed)
+    expected = torch.split(attend(library_ops, batch, window), query_lens)
+    for num_threads in (1, 2, 4):
+        public_ops.set_num_threads(num_threads)
+        for request, query_len in enumerate(query_lens):
+            cuts = [0, *sorted(random.integers(0, query_len + 1, 3).tolist()), query_len]
+            pieces = [slice(begin, end) for begin, end in pairwise(cuts) if begin < end]
+            parts = [attend(library_ops, only(batch, request, piece), window) for piece in pieces]
+            assert torch.equal(torch.cat(parts), expected[request])
 
 
 def test_rows_of_elementwise_ops_do_not_depend_on_their_batch(library_ops: Ops, threads_restored: None) -> None:

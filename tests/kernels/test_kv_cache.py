@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from serve.kernels.attention import select_backend
-from tests.kernels.paged import CACHE_DTYPES
+from tests.kernels.paged import ALL_CACHE_DTYPES
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [12, 24, 64])
 def test_page_size_is_what_the_allocated_tensors_hold(dtype: torch.dtype, head_size: int) -> None:
     backend = select_backend(CPU)
     page_size = backend.page_size_bytes(16, num_kv_heads=3, head_size=head_size, dtype=dtype)
     cache = backend.allocate_kv_cache(7, 16, num_kv_heads=3, head_size=head_size, dtype=dtype)
-    assert page_size * 7 == cache.key.nbytes + cache.value.nbytes
+    parts = (cache.key, cache.value, cache.key_scale, cache.value_scale)
+    assert page_size * 7 == sum(part.nbytes for part in parts if part is not None)
 
 
 def test_page_of_a_whole_vector_head_has_no_padding() -> None:

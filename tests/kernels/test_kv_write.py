@@ -8,7 +8,7 @@ import torch
 from serve.kernels import kv_cache
 from serve.kernels.kv_cache import KVCache
 from serve.kernels.ops import Ops
-from tests.kernels.paged import CACHE_DTYPES, fill
+from tests.kernels.paged import ALL_CACHE_DTYPES, CACHE_DTYPES, fill
 
 LARGE = [65504.0, 65519.0, 65520.0, 3e38, torch.inf, -torch.inf]
 SMALL = [0.0, -0.0, 1e-8, 2.98e-8, -5.96e-8, 6.1e-5]
@@ -18,7 +18,7 @@ def new_cache(dtype: torch.dtype, head_size: int = 24, block_size: int = 32) -> 
     return kv_cache.allocate_kv_cache(5, block_size, num_kv_heads=3, head_size=head_size, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [7, 12, 24, 64])
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 123])
 def test_tokens_land_in_their_slots(every_ops: Ops, dtype: torch.dtype, head_size: int, num_tokens: int) -> None:
@@ -28,9 +28,41 @@ def test_tokens_land_in_their_slots(every_ops: Ops, dtype: torch.dtype, head_siz
     key, value = fused[:, 3:6], fused[:, 6:9]
     slots = torch.randperm(5 * 32)[:num_tokens]
     every_ops.kv_write(key, value, actual, slots)
-    fill(expected, key.to(dtype), value.to(dtype), slots)
+    if dtype != torch.int8:
+        key, value = key.to(dtype), value.to(dtype)
+    fill(expected, key, value, slots)
     assert torch.equal(actual.key, expected.key)
     assert torch.equal(actual.value, expected.value)
+    for scales in ("key_scale", "value_scale"):
+        pair = [getattr(cache, scales) for cache in (actual, expected)]
+        assert pair == [None, None] or torch.equal(*pair)
+
+
+def test_int8_is_off_by_half_a_127th_of_the_largest_at_most(every_ops: Ops) -> None:
+    torch.manual_seed(3)
+    cache = new_cache(torch.int8, head_size=64)
+    assert cache.value_scale is not None
+    value = torch.ldexp(torch.randn(40, 3, 64), torch.randint(-30, 30, (40, 3, 1)))
+    every_ops.kv_write(value, value, cache, torch.arange(40))
+    codes = cache.value.permute(0, 2, 1, 3).flatten(0, 1)[:40].double()
+    scale = cache.value_scale.permute(0, 2, 1).flatten(0, 1)[:40].double().unsqueeze(-1)
+    step = value.double().abs().amax(dim=-1, keepdim=True) / 127
+    assert bool(((codes * scale - value.double()).abs() <= 0.5001 * step).all())
+    assert bool((codes.abs().amax(dim=-1) == 127).all())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_int8_head_that_is_not_finite_reads_as_not_a_number(every_ops: Ops, bad: float) -> None:
+    cache = new_cache(torch.int8)
+    assert cache.key_scale is not None
+    assert cache.value_scale is not None
+    key, value = torch.ones(1, 3, 24), torch.zeros(1, 3, 24)
+    key[0, 1, 5] = bad
+    every_ops.kv_write(key, value, cache, torch.tensor([33]))
+    assert cache.key_scale[1, :, 1].isnan().tolist() == [False, True, False]
+    assert cache.value_scale[1, :, 1].tolist() == [0.0, 0.0, 0.0]
+    assert not bool(cache.key[1, 1].any())
+    assert not bool(cache.value.any())
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from serve.kernels.ops import Ops
-from tests.kernels.paged import CACHE_DTYPES, Batch, Heads, dense_attention, make_batch, relative_error, twin_attention
+from tests.kernels.paged import (
+    ALL_CACHE_DTYPES,
+    Batch,
+    Heads,
+    dense_attention,
+    make_batch,
+    relative_error,
+    twin_attention,
+)
 
 # Queries and sums are float32 for every cache type, and the truth is computed from the stored keys and values.
 TOLERANCE = 2e-6
@@ -20,7 +28,7 @@ def run(ops: Ops, batch: Batch, window: int = 0) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", [0, 13])
 def test_mixed_batch_equals_dense_attention(every_ops: Ops, dtype: torch.dtype, heads: Heads, window: int) -> None:
@@ -29,10 +37,45 @@ def test_mixed_batch_equals_dense_attention(every_ops: Ops, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 15, 16, 17, 123, 255, 256, 257, 600])
-@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_CACHE_DTYPES, ids=str)
 def test_decode_at_every_edge(every_ops: Ops, dtype: torch.dtype, seq_len: int) -> None:
     batch = make_batch([1, 1], [seq_len, 1], Heads(6, 2, 32), dtype=dtype)
     assert relative_error(run(every_ops, batch), dense_attention(batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 0.3, 30.0])
+@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize("window", [0, 13])
+def test_scores_are_capped_and_fall_with_distance(
+    every_ops: Ops, dtype: torch.dtype, soft_cap: float | None, has_slopes: bool, window: int
+) -> None:
+    batch = make_batch([5, 1, 7], [300, 40, 7], Heads(6, 2, 24), dtype=dtype)
+    batch.query *= 3
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.01, 0.0, 1.0]) if has_slopes else None
+    out = torch.full_like(batch.query, torch.nan)
+    every_ops.paged_attention(
+        batch.query,
+        batch.cache,
+        batch.meta,
+        out,
+        scale=batch.heads.scale,
+        window=window,
+        soft_cap=soft_cap,
+        alibi_slopes=slopes,
+    )
+    assert relative_error(out, dense_attention(batch, window, soft_cap=soft_cap, slopes=slopes)) < TOLERANCE
+
+
+@pytest.mark.parametrize("soft_cap", [-1.0, float("inf"), float("nan")])
+def test_impossible_score_options_are_refused(every_ops: Ops, soft_cap: float) -> None:
+    batch = make_batch([2], [5], Heads(4, 2, 16), dtype=torch.float32)
+    out = torch.empty_like(batch.query)
+    arguments = (batch.query, batch.cache, batch.meta, out)
+    with pytest.raises(ValueError, match=r"soft_cap=.* is not a positive number"):
+        every_ops.paged_attention(*arguments, scale=1.0, soft_cap=soft_cap)
+    with pytest.raises(ValueError, match=r"alibi_slopes torch.float32 \[2\] must be float32 \[4\]"):
+        every_ops.paged_attention(*arguments, scale=1.0, alibi_slopes=torch.ones(2))
 
 
 @pytest.mark.parametrize("query_len", [1, 8, 9, 123])

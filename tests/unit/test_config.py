@@ -21,7 +21,12 @@ def test_open_settings_are_filled_from_the_models_context() -> None:
     resolved = resolve(engine(), 4096)
     assert resolved.model.max_model_len == 4096
     assert (resolved.scheduler.max_num_batched_tokens, resolved.scheduler.max_num_seqs) == (512, 128)
-    assert resolved.scheduler.long_prefill_token_threshold == 384
+    # Left to the engine core, which measures what a step costs.
+    assert resolved.scheduler.long_prefill_token_threshold is None
+
+
+def test_a_given_budget_leaves_a_quarter_of_a_step_to_other_requests() -> None:
+    assert resolve(engine(max_num_batched_tokens=512), 4096).scheduler.long_prefill_token_threshold == 384
 
 
 def test_more_running_requests_than_a_default_step_holds_make_the_step_larger() -> None:

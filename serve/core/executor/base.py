@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Protocol
 
 from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
-from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from serve.core.executor.worker_thread import Pending
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput, StepCost
 
 
 class Worker(Protocol):
@@ -33,6 +33,9 @@ class Worker(Protocol):
 
     def warm_up(self) -> None:
         """Run each kind of step once, so that the first request is as fast as the others."""
+
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None means that sample_tokens must follow."""
@@ -67,13 +70,19 @@ class Executor(Protocol):
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache and warm up."""
 
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
+
     def describe(self) -> tuple[str, str]:
         """Give the names of the compute type and of the device."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+    def run_step(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput]:
+        """Start a step whose sampling needs no mask: one call to the worker instead of the two below."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput | None]:
         """Start the forward pass of a step."""
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Start the sampling of the step executed last."""
 
     def shutdown(self) -> None:

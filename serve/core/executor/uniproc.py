@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from serve.checkpoint import Checkpoint
 from serve.config import EngineConfig
 from serve.core.executor.base import Worker, WorkerFactory
-from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from serve.core.executor.worker_thread import Pending, WorkerThread
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput, StepCost
 
 
 class UniprocExecutor:
@@ -19,7 +19,7 @@ class UniprocExecutor:
 
     def __init__(self, worker_factory: WorkerFactory, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._thread = WorkerThread("worker")
         self._make_worker = lambda: worker_factory(config, checkpoint)
         self._worker: Worker | None = None
 
@@ -43,16 +43,24 @@ class UniprocExecutor:
         self._thread.submit(worker.initialize_kv_cache, config).result()
         self._thread.submit(worker.warm_up).result()
 
+    def measure_step_cost(self) -> StepCost | None:
+        """Time a few steps; None where nothing can be said."""
+        return self._thread.submit(self._started().measure_step_cost).result()
+
     def describe(self) -> tuple[str, str]:
         """Give the names of the compute type and of the device."""
         worker = self._started()
         return worker.dtype_name, worker.device_description()
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
+    def run_step(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput]:
+        """Start a step: its forward pass, then its sampling without a mask."""
+        return self._thread.submit(_run_step, self._started(), scheduler_output)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput | None]:
         """Start the forward pass of a step."""
         return self._thread.submit(self._started().execute_model, scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Start the sampling of the step executed last."""
         return self._thread.submit(self._started().sample_tokens, grammar_output)
 
@@ -61,8 +69,12 @@ class UniprocExecutor:
         if self._worker is not None:
             self._thread.submit(self._worker.shutdown).result()
             self._worker = None
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
     def _started(self) -> Worker:
         assert self._worker is not None, "the executor was not started"
         return self._worker
+
+
+def _run_step(worker: Worker, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    return worker.execute_model(scheduler_output) or worker.sample_tokens(None)

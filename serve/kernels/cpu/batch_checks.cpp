@@ -23,10 +23,11 @@ Status check_blocks(const AttentionBatch& batch, const CacheDescription& cache, 
 }  // namespace
 
 Status check_cache(const CacheDescription& cache, Fault* fault) {
-  const bool is_sound = cache.type >= kFloat32 && cache.type <= kFloat16 && cache.num_blocks >= 0 &&
+  const bool is_sound = cache.type >= kFloat32 && cache.type <= kInt8 && cache.num_blocks >= 0 &&
                         cache.block_size > 0 && cache.block_size % kLanes == 0 &&
                         cache.num_kv_heads > 0 && cache.head_size > 0 &&
-                        cache.head_size <= kMaxHeadSize;
+                        cache.head_size <= kMaxHeadSize &&
+                        (cache.type != kInt8 || (cache.key_scale && cache.value_scale));
   if (is_sound) return kOk;
   *fault = Fault{cache.type, cache.block_size, cache.head_size};
   return kBadCache;

@@ -6,13 +6,13 @@
 
 namespace serve {
 
-enum CacheType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum CacheType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
 // One layer's paged cache; kv_cache.h says how a block lies in memory.
 struct CacheDescription {
   void* key;
   void* value;
-  float* key_scale;    // of quantised types, else null
+  float* key_scale;    // int8 only: [num_blocks][num_kv_heads][block_size], else null
   float* value_scale;
   int64_t num_blocks;
   int32_t type;        // a CacheType

@@ -17,7 +17,7 @@ _FLOAT = ctypes.c_float
 
 DENSE, QUANTIZED = 0, 1
 PLAIN_ROWS, PACKED_ROWS, QUANTIZED_ROWS = 0, 1, 2
-CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 class CacheDescription(ctypes.Structure):
@@ -134,8 +134,8 @@ def describe_cache(cache: KVCache) -> CacheDescription:
     return CacheDescription(
         cache.key.data_ptr(),
         cache.value.data_ptr(),
-        None,
-        None,
+        None if cache.key_scale is None else cache.key_scale.data_ptr(),
+        None if cache.value_scale is None else cache.value_scale.data_ptr(),
         cache.num_blocks,
         CACHE_TYPES[cache.dtype],
         cache.block_size,

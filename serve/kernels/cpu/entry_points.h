@@ -9,6 +9,7 @@
 #include "cache_description.h"
 #include "linear_description.h"
 #include "pool.h"
+#include "sampling.h"
 #include "stack.h"
 #include "status.h"
 
@@ -64,6 +65,13 @@ SERVE_API void serve_pack_affine(int32_t type, const uint8_t* codes, const float
 SERVE_API int32_t serve_quantized_rows(int32_t type, const uint8_t* packed, const int64_t* indices,
                                        int64_t count, float* out, int64_t num_in, int64_t num_out,
                                        serve::Fault* fault);
+
+// sampling.cpp
+SERVE_API void serve_argmax_rows(const float* rows, int64_t stride, int64_t num_rows, int64_t size,
+                                 int64_t* indices, float* tops);
+SERVE_API serve::Status serve_draw_rows(const float* logits, int64_t stride, int64_t num_rows,
+                                        int64_t size, serve::DrawRow* draws, int64_t num_draws,
+                                        serve::Fault* fault);
 
 // kv_cache.cpp
 SERVE_API serve::Status serve_write_kv(const float* key, const float* value, int64_t key_stride,

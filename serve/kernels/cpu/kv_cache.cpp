@@ -2,6 +2,10 @@
 
 #include "kv_cache.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include "batch_checks.h"
 #include "entry_points.h"
 #include "pool.h"
@@ -38,17 +42,54 @@ inline void narrow(float value, Fp16* target) {
 #endif
 }
 
+// Rounds a head's elements to the cache's type. Only int8 has a scale to give.
+template <typename T>
+float narrow_head(const float* source, int size, T* target) {
+  for (int d = 0; d < size; d++) narrow(source[d], target + d);
+  return 1.0f;
+}
+
+// The largest magnitude becomes 127. A head with an element that is not finite has a scale that is
+// not a number, and so has what is read from it.
+template <>
+float narrow_head(const float* source, int size, int8_t* target) {
+  float most = 0.0f;
+  bool is_finite = true;
+  for (int d = 0; d < size; d++) {
+    const float magnitude = std::fabs(source[d]);
+    is_finite &= magnitude <= std::numeric_limits<float>::max();
+    most = magnitude > most ? magnitude : most;
+  }
+  const float scale = is_finite ? most / 127.0f : std::numeric_limits<float>::quiet_NaN();
+  if (!(scale > 0.0f)) {
+    std::fill_n(target, size, (int8_t)0);
+    return scale;
+  }
+  for (int d = 0; d < size; d++) {
+    const float code = std::nearbyint(source[d] / scale);  // to the even of two neighbours
+    target[d] = (int8_t)std::fmin(std::fmax(code, -127.0f), 127.0f);
+  }
+  return scale;
+}
+
 template <typename T>
 void write_token(const CacheView<T>& cache, const float* key, const float* value, int64_t slot) {
   const int64_t block = slot / cache.block_size;
   const int offset = (int)(slot % cache.block_size);
+  const int lane = offset % kLanes;
+  const int size = cache.head_size;
+  T narrowed[kMaxHeadSize];
   for (int head = 0; head < cache.num_kv_heads; head++) {
-    T* key_lane = cache.key_tile(block, head, offset) + offset % kLanes;
-    T* value_row = cache.value_row(block, head, offset);
-    for (int d = 0; d < cache.head_size; d++) narrow(key[d], key_lane + d * kLanes);
-    for (int d = 0; d < cache.head_size; d++) narrow(value[d], value_row + d);
-    key += cache.head_size;
-    value += cache.head_size;
+    const int64_t place = cache.place(block, head, offset);
+    const float key_scale = narrow_head(key + (int64_t)head * size, size, narrowed);
+    T* key_lane = cache.key_tile(place - lane) + lane;
+    for (int d = 0; d < size; d++) key_lane[d * kLanes] = narrowed[d];
+    const float* head_value = value + (int64_t)head * size;
+    const float value_scale = narrow_head(head_value, size, cache.value_tile(place));
+    if (kIsScaled<T>) {
+      cache.key_scale[place] = key_scale;
+      cache.value_scale[place] = value_scale;
+    }
   }
 }
 
@@ -57,11 +98,7 @@ void write_token(const CacheView<T>& cache, const float* key, const float* value
 void write_token_kv(const float* key, const float* value, int64_t slot,
                     const CacheDescription& cache) {
   if (slot < 0) return;
-  switch (cache.type) {
-    case kFloat32: return write_token(view_as<float>(cache), key, value, slot);
-    case kBfloat16: return write_token(view_as<Bf16>(cache), key, value, slot);
-    default: return write_token(view_as<Fp16>(cache), key, value, slot);
-  }
+  with_view(cache, [&](const auto& view) { write_token(view, key, value, slot); });
 }
 
 void write_kv(const float* key, const float* value, int64_t key_stride, int64_t value_stride,

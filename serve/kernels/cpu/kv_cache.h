@@ -4,7 +4,8 @@
 // value  [num_blocks][num_kv_heads][block_size][value_size]            value_size is head_size
 //                                                                     rounded up, zero padded
 // A score is then a chain of multiply-adds over head_size with no sum across lanes, and a weighted
-// sum of values needs none either.
+// sum of values needs none either. int8 has a scale for each head of a position,
+// [num_blocks][num_kv_heads][block_size].
 #pragma once
 
 #include "cache_description.h"
@@ -17,33 +18,47 @@ constexpr int kMaxHeadSize = 512;
 inline int padded_head_size(int head_size) { return (head_size + kLanes - 1) / kLanes * kLanes; }
 
 template <typename T>
+constexpr bool kIsScaled = false;
+template <>
+inline constexpr bool kIsScaled<int8_t> = true;
+
+template <typename T>
 struct CacheView {
   T* key;
   T* value;
-  int64_t num_blocks;
+  float* key_scale;
+  float* value_scale;
   int block_size;
   int num_kv_heads;
   int head_size;
 
   int value_size() const { return padded_head_size(head_size); }
-  int64_t num_slots() const { return num_blocks * block_size; }
 
-  // The [head_size][16] tile that holds position offset (of a block) and its fifteen neighbours.
-  T* key_tile(int64_t block, int head, int offset) const {
-    const int64_t tiles_per_block = block_size / kLanes;
-    const int64_t tile = (block * num_kv_heads + head) * tiles_per_block + offset / kLanes;
-    return key + tile * head_size * kLanes;
+  // Place of a head's position among those of all heads and blocks.
+  int64_t place(int64_t block, int head, int offset) const {
+    return (block * num_kv_heads + head) * block_size + offset;
   }
 
-  T* value_row(int64_t block, int head, int offset) const {
-    return value + ((block * num_kv_heads + head) * block_size + offset) * value_size();
-  }
+  // Keys and values of sixteen positions, of which the first is given.
+  T* key_tile(int64_t first_place) const { return key + first_place * head_size; }
+  T* value_tile(int64_t first_place) const { return value + first_place * value_size(); }
 };
 
 template <typename T>
 inline CacheView<T> view_as(const CacheDescription& cache) {
-  return CacheView<T>{(T*)cache.key,    (T*)cache.value,    cache.num_blocks,
-                      cache.block_size, cache.num_kv_heads, cache.head_size};
+  return CacheView<T>{(T*)cache.key,     (T*)cache.value,    cache.key_scale, cache.value_scale,
+                      cache.block_size,  cache.num_kv_heads, cache.head_size};
+}
+
+// Calls function with a view of the type that the cache has.
+template <typename Function>
+SERVE_INLINE auto with_view(const CacheDescription& cache, Function&& function) {
+  switch (cache.type) {
+    case kFloat32: return function(view_as<float>(cache));
+    case kBfloat16: return function(view_as<Bf16>(cache));
+    case kFloat16: return function(view_as<Fp16>(cache));
+    default: return function(view_as<int8_t>(cache));
+  }
 }
 
 // Stores one token's key and value [num_kv_heads][head_size] in its slot, without checks; a

@@ -134,6 +134,12 @@ SERVE_INLINE Lanes select(Mask mask, Lanes yes, Lanes no) {
   return yes;
 }
 
+SERVE_INLINE Mask below(Lanes a, Lanes b) {
+  Mask mask;
+  for (int i = 0; i < kParts; i++) mask.part[i] = a.part[i] < b.part[i];
+  return mask;
+}
+
 // Sets the lanes whose index is in [begin, end).
 SERVE_INLINE Mask lanes_between(int begin, int end) {
   Mask mask;
@@ -185,6 +191,18 @@ SERVE_INLINE Native widen(const Fp16* source) {
 #else
   Native out;
   for (int lane = 0; lane < kNative; lane++) out[lane] = half_to_float(source[lane].bits);
+  return out;
+#endif
+}
+
+SERVE_INLINE Native widen(const int8_t* source) {
+#if defined(__AVX512F__)
+  return (Native)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)source)));
+#elif defined(__AVX2__)
+  return (Native)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)source)));
+#else
+  Native out;
+  for (int lane = 0; lane < kNative; lane++) out[lane] = (float)source[lane];
   return out;
 #endif
 }
@@ -265,5 +283,44 @@ SERVE_INLINE Lanes exponential(Lanes x) {
 }
 
 SERVE_INLINE float exponential(float x) { return exponential(splat(x)).part[0][0]; }
+
+// 2^x to 1.3 ulp for x in [-126, 127]; saturates outside, keeps NaN, is exactly 1 at 0.
+//
+// The polynomial is the one of degree six with the least relative error on [-1/2, 1/2].
+SERVE_INLINE Lanes power_of_two(Lanes x) {
+  x = at_most(at_least(x, splat(-126.0f)), splat(127.0f));
+  const Lanes magic = splat(12582912.0f);  // as above
+  const Lanes shifted = x + magic;
+  const Lanes r = x - (shifted - magic);
+  Lanes series = splat(0.00015353362f);
+  series = fma(series, r, splat(0.0013398875f));
+  series = fma(series, r, splat(0.009618437f));
+  series = fma(series, r, splat(0.055503324f));
+  series = fma(series, r, splat(0.24022648f));
+  series = fma(series, r, splat(0.6931472f));
+  series = fma(series, r, splat(1.0f));
+  Lanes power;
+  for (int i = 0; i < kParts; i++) {
+    power.part[i] = bit_cast<Native>((bit_cast<NativeBits>(shifted.part[i]) << 23) + (127u << 23));
+  }
+  return series * power;
+}
+
+SERVE_INLINE float power_of_two(float x) { return power_of_two(splat(x)).part[0][0]; }
+
+// tanh(x) to 4 ulp: the odd Taylor series to the thirteenth power below 0.4, exponentials above.
+SERVE_INLINE Lanes hyperbolic_tangent(Lanes x) {
+  const Lanes square = x * x;
+  Lanes series = splat(21844.0f / 6081075);
+  series = fma(series, square, splat(-1382.0f / 155925));
+  series = fma(series, square, splat(62.0f / 2835));
+  series = fma(series, square, splat(-17.0f / 315));
+  series = fma(series, square, splat(2.0f / 15));
+  series = fma(series, square, splat(-1.0f / 3));
+  series = fma(series * square, x, x);
+  const Lanes one = splat(1.0f);
+  const Lanes large = one - splat(2.0f) / (exponential(x + x) + one);
+  return select(below(square, splat(0.16f)), series, large);
+}
 
 }  // namespace serve

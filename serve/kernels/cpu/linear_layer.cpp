@@ -11,10 +11,9 @@
 namespace serve {
 namespace {
 
-constexpr int64_t kMinProducts = 64 * 1024;   // a range smaller than this does not pay for its claim
+constexpr int64_t kMinProducts = 32 * 1024;   // a range smaller than this does not pay for its claim
 constexpr int64_t kMinParallel = 150 * 1000;  // a layer smaller than this does not pay for a helper
-// Dense tiles are fastest by fours.
-constexpr int64_t kBlockTiles = 4;
+constexpr int64_t kGrain = 4;                 // tiles that are computed side by side, or read in order
 
 int64_t num_tiles(const LinearPart& part) { return (part.num_out + kLanes - 1) / kLanes; }
 
@@ -68,26 +67,22 @@ int64_t num_outputs(const LinearLayer& layer) {
 void run_layer(const LinearLayer& layer, const LayerInput& input, float* out, int64_t out_stride) {
   if (input.num_rows <= 0) return;
   int64_t total = 0;
-  for (int64_t i = 0; i < layer.num_parts; i++) {
-    total += (num_tiles(layer.parts[i]) + kBlockTiles - 1) / kBlockTiles;
-  }
-  const int64_t products = input.num_rows * layer.num_in * kLanes * kBlockTiles + 1;
-  const int64_t min_blocks = total * products < kMinParallel ? total : kMinProducts / products + 1;
-  parallel_for(total, min_blocks, [&](int64_t begin, int64_t end) {
-    int64_t first_block = 0;
+  for (int64_t i = 0; i < layer.num_parts; i++) total += num_tiles(layer.parts[i]);
+  const int64_t products = input.num_rows * layer.num_in * kLanes + 1;
+  const int64_t min_tiles = total * products < kMinParallel ? total : kMinProducts / products + 1;
+  auto run_range = [&](int64_t begin, int64_t end) {
+    int64_t first_tile = 0;
     float* target = out;
-    for (int64_t i = 0; i < layer.num_parts && first_block < end; i++) {
+    for (int64_t i = 0; i < layer.num_parts && first_tile < end; i++) {
       const LinearPart& part = layer.parts[i];
-      const int64_t tiles = num_tiles(part);
-      const int64_t first = std::max((begin - first_block) * kBlockTiles, (int64_t)0);
-      const int64_t last = std::min((end - first_block) * kBlockTiles, tiles);
-      if (first < last) {
-        run_tiles(part, layer.num_in, input, target, out_stride, first, last);
-      }
-      first_block += (tiles + kBlockTiles - 1) / kBlockTiles;
+      const int64_t first = std::max(begin - first_tile, (int64_t)0);
+      const int64_t last = std::min(end - first_tile, num_tiles(part));
+      if (first < last) run_tiles(part, layer.num_in, input, target, out_stride, first, last);
+      first_tile += num_tiles(part);
       target += part.num_out;
     }
-  });
+  };
+  parallel_for(total, std::max(min_tiles, kGrain), run_range, kGrain);
 }
 
 }  // namespace serve

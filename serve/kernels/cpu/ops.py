@@ -294,6 +294,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> None:
     """Write causal attention of packed queries over the paged cache to out; see the twin.
 
@@ -306,7 +308,10 @@ def paged_attention(
     is_direct = out.dtype == torch.float32 and _has_plain_heads(out)
     plain_out = out if is_direct else out.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     batch, layer, fault = descriptions.describe_batch(meta), descriptions.describe_cache(cache), binding.Fault()
-    options = descriptions.AttentionOptions(scale=scale, window=checks.window_size(window))
+    cap, slopes = checks.soft_cap_size(soft_cap), checks.plain_slopes(alibi_slopes, query.shape[1])
+    options = descriptions.AttentionOptions(
+        scale, checks.window_size(window), cap, None if slopes is None else slopes.data_ptr()
+    )
     status = binding.library().serve_paged_attention(
         plain_query.data_ptr(),
         plain_out.data_ptr(),

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kCacheLine = 64;
 // Less work than this between two products does not pay for a helper.
-constexpr int64_t kMinFloats = 16 * 1024;
+constexpr int64_t kMinFloats = 6 * 1024;
 
 int64_t min_rows(int64_t floats_per_row) { return kMinFloats / (floats_per_row + 1) + 1; }
 
@@ -339,5 +339,7 @@ SERVE_API serve::Status serve_run_stack(const serve::StackPlan* plan, const serv
                                         serve::Fault* fault) {
   using namespace serve;
   const Status status = check_step(*plan, *step, fault);
-  return status == kOk ? Step(*plan, *step).run() : status;
+  if (status != kOk) return status;
+  const ReadyHelpers ready;
+  return Step(*plan, *step).run();
 }

@@ -14,7 +14,7 @@ from serve.core.request import Request
 from serve.core.scheduler import ClientOutputs, Scheduler
 from serve.sampling_params import SamplingParams
 from serve.wire.frontend import EngineCoreOutput, EngineCoreRequest
-from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput
+from serve.wire.step import GrammarOutput, KVCacheConfig, KVCacheSpec, ModelRunnerOutput, SchedulerOutput, StepCost
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 97
@@ -180,11 +180,13 @@ def make_kv(
     )
 
 
-def make_scheduler(kv: KVCacheManager | None = None, *, max_model_len: int = 512, **settings: object) -> Scheduler:
+def make_scheduler(
+    kv: KVCacheManager | None = None, *, max_model_len: int = 512, cost: StepCost | None = None, **settings: object
+) -> Scheduler:
     """Give a scheduler with a budget of 256 tokens and 16 requests, other settings as in SchedulerConfig."""
     open_settings = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=16, long_prefill_token_threshold=0)
     config = replace(open_settings, **settings)  # type: ignore[arg-type]
-    return Scheduler(config, kv or make_kv(max_model_len=max_model_len), max_model_len=max_model_len)
+    return Scheduler(config, kv or make_kv(max_model_len=max_model_len), max_model_len=max_model_len, cost=cost)
 
 
 def make_request(
@@ -252,6 +254,10 @@ class ScriptedWorker:
 
     def warm_up(self) -> None:
         self.calls.append("warm_up")
+
+    def measure_step_cost(self) -> StepCost | None:
+        self.calls.append("measure_step_cost")
+        return None
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self._parked is None

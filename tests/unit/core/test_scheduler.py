@@ -590,3 +590,52 @@ def test_an_idle_engine_has_no_work_and_no_usage() -> None:
     assert not loop.scheduler.has_work
     assert loop.scheduler.gauges() == (0, 0, 0, 0.0)
     assert loop.scheduler.kv.pool.num_cached_blocks == 2
+
+
+@BOTH
+def test_a_prefix_that_many_wait_for_is_computed_once(num_batches: int) -> None:
+    loop = Loop(make_scheduler(make_kv(200), max_num_batched_tokens=64), num_batches)
+    prefix = [(7 * i) % 89 for i in range(160)]
+    prompts = {name: [*prefix, *[ord(name)] * 8] for name in "abcd"}
+    for name, prompt in prompts.items():
+        loop.scheduler.add_request(make_request(name, prompt, params=SamplingParams(max_tokens=4)))
+    steps = loop.run_to_end()
+    computed = {name: sum(step.num_scheduled_tokens.get(name, 0) for step in steps) for name in prompts}
+    # Ten blocks of sixteen are shared; a request's last sampled token is not computed.
+    assert computed == {"a": 168 + 3, "b": 8 + 3, "c": 8 + 3, "d": 8 + 3}
+    for name, prompt in prompts.items():
+        assert loop.tokens_of(name) == continue_text(prompt, 4)
+
+
+def test_whoever_shares_nothing_goes_before_those_who_wait_for_a_prefix() -> None:
+    loop = Loop(make_scheduler(make_kv(200), max_num_batched_tokens=64, long_prefill_token_threshold=48))
+    prefix = [(7 * i) % 89 for i in range(160)]
+    for name in "ab":
+        loop.scheduler.add_request(make_request(name, [*prefix, ord(name)], params=SamplingParams(max_tokens=4)))
+    loop.scheduler.add_request(make_request("other", 10, params=SamplingParams(max_tokens=4)))
+    step = loop.turn()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"a": 48, "other": 10}
+    assert [request.req_id for request in loop.scheduler.waiting] == ["b"]
+
+
+def test_a_request_that_waited_for_a_prefix_computes_it_when_the_other_is_gone() -> None:
+    loop = Loop(make_scheduler(make_kv(200), max_num_batched_tokens=64))
+    prefix = [(7 * i) % 89 for i in range(160)]
+    for name in "ab":
+        loop.scheduler.add_request(make_request(name, [*prefix, ord(name)], params=SamplingParams(max_tokens=4)))
+    loop.turn()
+    loop.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    loop.run_to_end()
+    assert loop.tokens_of("b") == continue_text([*prefix, ord("b")], 4)
+
+
+def test_a_request_that_may_not_read_the_cache_does_not_wait_for_it() -> None:
+    loop = Loop(make_scheduler(make_kv(200), max_num_batched_tokens=64, long_prefill_token_threshold=32))
+    prefix = [(7 * i) % 89 for i in range(160)]
+    params = SamplingParams(max_tokens=4, skip_reading_prefix_cache=True)
+    loop.scheduler.add_request(make_request("a", [*prefix, 1], params=SamplingParams(max_tokens=4)))
+    loop.scheduler.add_request(make_request("b", [*prefix, 2], params=params))
+    step = loop.turn()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"a": 32, "b": 32}

@@ -137,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.dropped: set[str] = set()
         self.failed: set[str] = set()
         self.deferred: set[str] = set()
+        self.passed: set[str] = set()
         self.started: list[int] = []
 
     @rule(
@@ -245,14 +246,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.live[new.req_id]
             # I11
             assert new.num_computed_tokens < len(new.token_ids)
-            if request.num_preemptions == 0 and new.req_id not in self.deferred:
-                self.started.append(int(new.req_id))
         if self.policy == "fcfs":
-            # I8: first starts are in order of arrival; what was preempted stands before what never ran. Whoever waited
-            # for a grammar comes before those who did not.
-            assert self.started == sorted(self.started)
-            admitted = [new.req_id for new in step.scheduled_new_reqs]
-            assert admitted == [request.req_id for request in waiting_before[: len(admitted)]]
+            self.check_order(step, waiting_before)
+
+    def check_order(self, step: SchedulerOutput, waiting_before: list[Request]) -> None:
+        # I8: first starts are in order of arrival; what was preempted stands before what never ran. Whoever waited
+        # for a grammar comes before those who did not. Passed over is only who shares its beginning with another.
+        admitted = [new.req_id for new in step.scheduled_new_reqs]
+        places = [place for place, request in enumerate(waiting_before) if request.req_id in admitted]
+        for request in waiting_before[: max(places, default=0)]:
+            if request.req_id not in admitted:
+                self.passed.add(request.req_id)
+                running = [other for other in self.scheduler.running if other.block_hashes]
+                assert any(other.block_hashes[0] == request.block_hashes[0] for other in running)
+        assert admitted == [waiting_before[place].req_id for place in places]
+        self.started += [
+            int(req_id)
+            for req_id in admitted
+            if self.live[req_id].num_preemptions == 0 and req_id not in self.deferred | self.passed
+        ]
+        assert self.started == sorted(self.started)
 
     @precondition(lambda self: self.loop.in_flight)
     @rule()

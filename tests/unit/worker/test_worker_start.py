@@ -91,6 +91,9 @@ def test_spec_describes_one_layer() -> None:
     assert spec.page_size_bytes == PAGE_BYTES
     half = make_worker(EngineConfig(cache=CacheConfig(kv_cache_dtype="bfloat16"))).get_kv_cache_spec()
     assert (half.dtype, half.page_size_bytes) == ("bfloat16", PAGE_BYTES // 2)
+    small = make_worker(EngineConfig(cache=CacheConfig(kv_cache_dtype="int8"))).get_kv_cache_spec()
+    scales = 2 * 4 * 2 * small.block_size  # of key and value, float32, two heads
+    assert (small.dtype, small.page_size_bytes) == ("int8", PAGE_BYTES // 4 + scales)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [((), 64), ((0, 1), 64), ((1,), None)], ids=["unnamed", "all", "some"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import xxhash
 
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight, pack_affine, pack_blocks
-from serve.models.weights.packed_file import DamagedFile, PackedFile, PackedMatrix, lay_out
+from serve.models.weights.packed_file import DamagedFile, MatrixRecord, PackedFile, PackedMatrix, lay_out
 
 HEAD = struct.Struct("<8sIIQ16s")
 
@@ -60,6 +61,13 @@ def test_what_was_written_comes_back_bit_by_bit(path: Path, matrices: dict[str, 
         assert [getattr(part, "type_name", None) for part in found] == [getattr(p, "type_name", None) for p in parts]
     assert file.take("absent") is None
     assert file.num_bytes == path.stat().st_size
+
+
+def test_every_field_of_a_matrix_has_a_place_in_the_file() -> None:
+    """A field that the file does not know would be lost without a word."""
+    known = set(MatrixRecord.__struct_fields__)
+    for kind in (QuantizedWeight, PackedWeight):
+        assert {field.name for field in fields(kind)} <= known
 
 
 def test_tensors_begin_on_pages(path: Path, matrices: dict[str, tuple[PackedMatrix, ...]]) -> None:
