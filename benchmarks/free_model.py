@@ -49,10 +49,11 @@ class FreeModel:
         kv_caches: list[KVCache],
         meta: AttentionMetadata,
         prompt_embeds: PromptEmbeds | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         if self._seconds:
             time.sleep(self._seconds)
-        return self._first(self._hidden, meta.num_tokens)
+        return self._first(self._hidden, meta.num_tokens if rows is None else len(rows))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         text = self._text

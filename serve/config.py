@@ -17,6 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from serve.cpus import check_cpus, parse_cpu_list, usable_set
 from serve.errors import ConfigError, InvalidRequest
 from serve.limits import (
     HIGHEST_HEADER_BYTES,
@@ -33,6 +34,7 @@ AUTO_MAX_MODEL_LEN: Final = -1
 # A step of 2048 tokens, the usual default, takes seconds on a CPU, and every stream waits for it.
 CPU_MAX_NUM_BATCHED_TOKENS: Final = 512
 CPU_MAX_NUM_SEQS: Final = 128
+MAX_CPU_THREADS: Final = 256
 
 # Name, default and meaning of what read_environment reads, for `serve --help` and docs/flags.md.
 ENVIRONMENT_HELP: Final = (
@@ -139,6 +141,23 @@ class CacheConfig:
     prefix_caching_hash_algo: str = flag("sha256", "hash of block contents", choices=("sha256", "xxhash"))
     prefix_cache_seed: str | None = flag(
         None, "text that fixes the root of block hashes, to share them between servers (default: random)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """How much of the machine the engine uses."""
+
+    cpu_threads: int | None = flag(
+        None,
+        "threads that compute (default: one a core, less one for the front end on more than two processors; two are "
+        "shared)",
+        kind="count",
+    )
+    cpu_affinity: str | None = flag(
+        None,
+        "processors of the engine, for example 0-3,8: its threads are tied to them one by one, and the front end keeps "
+        "off them where there are others",
     )
 
 
@@ -253,6 +272,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +325,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 def validate(config: ServeConfig) -> None:
     """Refuse values that cannot work, before any model is looked at. Raises ConfigError naming flag and limit."""
     _validate_engine(config.engine)
+    _validate_device(config.engine.device)
     _validate_server(config.server)
     _validate_limits(config.limits)
 
@@ -312,6 +333,17 @@ def validate(config: ServeConfig) -> None:
 def _need(ok: bool, flag_name: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(f"{flag_name} {value} is not possible: it must be {rule}")
+
+
+def _validate_device(device: DeviceConfig) -> None:
+    threads = device.cpu_threads
+    _need(threads is None or 1 <= threads <= MAX_CPU_THREADS, "--cpu-threads", threads, f"1 to {MAX_CPU_THREADS}")
+    if device.cpu_affinity is None:
+        return
+    cpus = parse_cpu_list(device.cpu_affinity)
+    check_cpus(cpus, usable_set())
+    rule = f"at most the {len(cpus)} processors of --cpu-affinity, which take one thread each"
+    _need(threads is None or threads <= len(cpus), "--cpu-threads", threads, rule)
 
 
 def _validate_engine(config: EngineConfig) -> None:
@@ -451,6 +483,7 @@ def groups() -> tuple[tuple[str, type], ...]:
         ("model", ModelConfig),
         ("kv cache", CacheConfig),
         ("scheduler", SchedulerConfig),
+        ("device", DeviceConfig),
         ("server", ServerConfig),
         ("limits of a request", RequestLimits),
     )
@@ -465,7 +498,9 @@ class GroupFiller(Protocol):
 
 def assemble(fill: GroupFiller) -> ServeConfig:
     """Build the settings out of groups that fill makes."""
-    engine = EngineConfig(model=fill(ModelConfig), cache=fill(CacheConfig), scheduler=fill(SchedulerConfig))
+    engine = EngineConfig(
+        model=fill(ModelConfig), cache=fill(CacheConfig), scheduler=fill(SchedulerConfig), device=fill(DeviceConfig)
+    )
     return ServeConfig(engine=engine, server=fill(ServerConfig), limits=fill(RequestLimits))
 
 

@@ -20,13 +20,12 @@ from serve.wire.frontend import (
     RequestType,
 )
 from serve.wire.sockets import (
+    PullReader,
     SocketError,
-    bind_pull_async,
     bind_router_async,
     engine_identity,
     ipc_endpoint,
     new_async_context,
-    receive_waiting,
 )
 
 SEND_TIMEOUT: Final = 1.0  # seconds a request may wait for room in the queue to the engine
@@ -49,7 +48,7 @@ class CoreClient:
         self._identity = engine_identity(engine_index)
         self._context = new_async_context()
         self._input = bind_router_async(self._context, self.input_address)
-        self._output = bind_pull_async(self._context, self.output_address)
+        self._output = PullReader(self._context, self.output_address)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._calls: dict[int, asyncio.Future[bool]] = {}
@@ -60,7 +59,7 @@ class CoreClient:
         self._dead_reason: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unsent_aborts: list[str] = []
-        self._receiving: asyncio.Future[list[bytes]] | None = None
+        self._receiving: asyncio.Future[None] | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -148,25 +147,20 @@ class CoreClient:
         self._context.term()
 
     async def _receive(self) -> list[bytes]:
-        if self.is_dead:
-            return await self._receive_last()
-        receiving = self._receiving = asyncio.ensure_future(self._output.recv_multipart())
-        try:
-            return await receiving
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.is_dead and not (task and task.cancelling()):
-                return await self._receive_last()
-            raise
-        finally:
-            self._receiving = None
-
-    async def _receive_last(self) -> list[bytes]:
-        """Give what a dead engine had sent before it died, then raise."""
-        frames = None if self._output.closed else await receive_waiting(self._output)
-        if frames is None:
-            self._on_dead()
-            raise self.dead_error()
+        """Give the next message; what a dead engine had sent before it died comes first, then EngineDead."""
+        while (frames := self._output.receive_nowait()) is None:
+            if self.is_dead:
+                self._on_dead()
+                raise self.dead_error()
+            self._receiving = self._output.readable()
+            try:
+                await self._receiving
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self.is_dead or (task and task.cancelling()):
+                    raise
+            finally:
+                self._receiving = None
         return frames
 
     async def _receive_ready(self, timeout: float) -> Ready:

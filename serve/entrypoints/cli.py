@@ -17,6 +17,7 @@ from types import FrameType
 
 from serve import __version__
 from serve.config import Environment, ServeConfig, read_environment, validate
+from serve.cpus import keep_off, parse_cpu_list
 from serve.entrypoints.batch_file import BatchOutput, check_paths, count_left
 from serve.entrypoints.flags import BATCH_USAGE, PULL_USAGE, FlagParser, build_parser, config_from_flags, parse_flags
 from serve.entrypoints.listener import bind_listener, close_listener
@@ -89,6 +90,9 @@ def _start(config: ServeConfig, environment: Environment, listener: socket.socke
 
     decorate_process("APIServer", color=not environment.no_color)
     setup_logging(environment.log_level)
+    affinity = config.engine.device.cpu_affinity
+    if affinity is not None:
+        keep_off(parse_cpu_list(affinity))
     process = spawn_engine(environment, drain_seconds=config.server.shutdown_timeout)
     try:
         from serve.entrypoints.model_argument import check_model_argument

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -148,6 +149,9 @@ class ServerRun:
         self._state.services = loaded.services
         self._state.phase = Phase.READY
         self._announce(loaded.handle.ready)
+        # What lives now lives to the end: no later collection, which would hold up every stream, looks at it.
+        gc.collect()
+        gc.freeze()
 
     async def _find_model(self) -> Path:
         """Give the model's path; a download runs in a process of its own, which can be stopped."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from serve.kernels import reference
 from serve.kernels.cpu import binding
 from serve.kernels.cpu import ops as cpu_ops
-from serve.kernels.cpu.binding import library_description, set_num_threads
+from serve.kernels.cpu.binding import library_description, pin_helpers, set_num_threads
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
 from serve.kernels.packed_weight import PackedWeight
 from serve.kernels.quantized_weight import AffineBlocks, QuantizedBlocks, QuantizedWeight
@@ -31,6 +31,7 @@ __all__ = [
     "packed_rows",
     "packs",
     "paged_attention",
+    "pin_helpers",
     "quantized_rows",
     "quantizes",
     "rms_norm",

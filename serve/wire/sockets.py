@@ -6,6 +6,7 @@ identity is its index in two little-endian bytes. All sockets live in a director
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -122,14 +123,6 @@ def bind_pull(context: Context, endpoint: str) -> Socket:
     return socket
 
 
-def bind_pull_async(context: AsyncContext, endpoint: str) -> AsyncSocket:
-    """Bind the PULL of outputs."""
-    socket = context.socket(zmq.PULL)
-    _limit(socket, OUTPUT_QUEUE, MAX_OUTPUT_FRAME)
-    socket.bind(endpoint)
-    return socket
-
-
 def connect_dealer(context: Context, endpoint: str, *, engine_index: int, linger_ms: int = REQUEST_LINGER_MS) -> Socket:
     """Connect an engine core's DEALER; it must speak first, a ROUTER cannot address a silent peer."""
     socket = context.socket(zmq.DEALER)
@@ -149,12 +142,49 @@ def connect_push(context: Context, endpoint: str) -> Socket:
     return socket
 
 
-async def receive_waiting(socket: AsyncSocket) -> list[bytes] | None:
-    """Give a message that has already arrived, or None."""
-    try:
-        return list(await socket.recv_multipart(flags=zmq.DONTWAIT))
-    except zmq.Again:
-        return None
+class PullReader:
+    """Messages of a PULL inside an event loop, without a future and a wake-up for each, as zmq.asyncio has them."""
+
+    def __init__(self, context: AsyncContext, endpoint: str) -> None:
+        """Bind the PULL of outputs; the loop is known with the first call of readable."""
+        self._socket = bind_pull(zmq.Context.shadow(context.underlying), endpoint)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def receive_nowait(self) -> list[bytes] | None:
+        """Give a message that has arrived, or None."""
+        if self._socket.closed:
+            return None
+        try:
+            return self._socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+
+    def readable(self) -> asyncio.Future[None]:
+        """Give a future that is done when there may be a message; call it only after receive_nowait gave None.
+
+        The descriptor tells of changes since the last receive, so a message that came before it would not wake.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._fd, self._on_readable)
+        if self._waiter is None or self._waiter.done():
+            self._waiter = self._loop.create_future()
+        return self._waiter
+
+    def _on_readable(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        elif not self._socket.closed:
+            # Nobody waits: acknowledge, or the loop would call again at once.
+            self._socket.getsockopt(zmq.EVENTS)
+
+    def close(self) -> None:
+        """Stop reading; what was not received is dropped."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._socket.close()
 
 
 def poll(sockets: Sequence[Socket], timeout: float | None) -> list[Socket]:

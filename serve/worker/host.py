@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 MEMINFO: Final = Path("/proc/meminfo")
+TOPOLOGY: Final = Path("/sys/devices/system/cpu")
 
 
 def usable_cpus(cgroup: Path = CGROUP) -> int:
     """Give the number of processors, bounded by this process's affinity and the container's quota."""
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = _read(cgroup / "cpu.max").split()
+    quota = _read(cgroup / "cpu.max").split() or [
+        _read(cgroup / "cpu" / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    ]
     if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal():
         cpus = min(cpus, max(1, round(int(quota[0]) / int(quota[1]))))
     return cpus
+
+
+def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:
+    """Give how many cores some processors belong to; a processor that the system does not describe is a core."""
+    return len({_read(topology / f"cpu{cpu}/topology/thread_siblings_list").strip() or f"{cpu}" for cpu in cpus})
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:

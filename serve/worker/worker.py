@@ -28,11 +28,12 @@ from serve.wire.step import (
     SchedulerOutput,
     StepCost,
 )
-from serve.worker.host import free_memory_bytes, processor_name, usable_cpus
+from serve.worker.host import free_memory_bytes, processor_name
 from serve.worker.logits_processors import ProcessorChain, load_processors
 from serve.worker.model_runner import ModelRunner, RunnerLimits
 from serve.worker.pooling_runner import PoolingRunner
 from serve.worker.step_timer import StepTimer
+from serve.worker.threads import start_threads
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,8 @@ class Worker:
         self.dtype_name = dtype_description(config.model.dtype, checkpoint, self._device)
 
     def init_device(self) -> None:
-        """Choose the number of threads: all processors, less one for the front end where there are more than two."""
-        cpus = min(usable_cpus(), torch.get_num_threads())
-        self._num_threads = cpus - 1 if cpus > 2 else cpus
-        # Work runs in our own pool; a second pool that spins between its ops would only fight with it.
-        torch.set_num_threads(1 if ops.packs(self._device.type, self._dtype) else self._num_threads)
-        ops.set_num_threads(self._num_threads)
+        """Start the threads that compute, and say how many and why."""
+        self._num_threads = start_threads(self._config.device, pool_computes=ops.packs(self._device.type, self._dtype))
         log.info("device ready: %s", self.device_description())
 
     def load_model(self) -> None:

@@ -13,6 +13,7 @@ BASE = frozenset(
     {
         "checkpoint",
         "config",
+        "cpus",
         "errors",
         "gguf",
         "heap",

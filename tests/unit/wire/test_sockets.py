@@ -13,6 +13,7 @@ import pytest
 
 from serve.errors import ConfigError
 from serve.wire.sockets import (
+    PullReader,
     SocketError,
     bind_pull,
     bind_router,
@@ -25,7 +26,6 @@ from serve.wire.sockets import (
     new_async_context,
     new_context,
     poll,
-    receive_waiting,
     remove_stale_endpoint_dirs,
 )
 
@@ -95,7 +95,6 @@ def test_sending_to_an_unknown_engine_is_an_error_not_a_loss(tmp_path: Path) -> 
         router = bind_router_async(context, ipc_endpoint(make_endpoint_dir(tmp_path), "input0"))
         with pytest.raises(SocketError):
             await router.send_multipart([b"\0\0", b"request"])
-        assert await receive_waiting(router) is None
         router.close()
         context.term()
 
@@ -115,3 +114,40 @@ def test_outputs_sent_before_the_sender_closes_arrive_in_order(tmp_path: Path) -
     assert received == list(range(200))
     pull.close()
     context.term()
+
+
+def test_a_reader_in_a_loop_gives_every_message_in_order_whoever_is_first(tmp_path: Path) -> None:
+    async def read(reader: PullReader) -> list[bytes]:
+        while (frames := reader.receive_nowait()) is None:
+            await reader.readable()
+        return frames
+
+    async def body() -> None:
+        endpoint = ipc_endpoint(make_endpoint_dir(tmp_path), "output0")
+        async_context, context = new_async_context(), new_context()
+        reader, push = PullReader(async_context, endpoint), connect_push(context, endpoint)
+
+        def send(first: int, last: int) -> None:
+            for number in range(first, last):
+                push.send_multipart([b"%d" % number, b"aux"])
+
+        async with asyncio.timeout(20):
+            # The reader waits first.
+            reading = asyncio.ensure_future(read(reader))
+            await asyncio.sleep(0)
+            send(0, 1)
+            assert await reading == [b"0", b"aux"]
+            # The messages are first, and come while nobody reads and while somebody does.
+            for first in range(1, 301, 100):
+                await asyncio.to_thread(send, first, first + 50)
+                sending = asyncio.ensure_future(asyncio.to_thread(send, first + 50, first + 100))
+                assert [(await read(reader))[0] for _ in range(100)] == [b"%d" % (first + i) for i in range(100)]
+                await sending
+        assert reader.receive_nowait() is None
+        reader.close()
+        assert reader.receive_nowait() is None
+        push.close()
+        async_context.term()
+        context.term()
+
+    asyncio.run(body())
