@@ -3,13 +3,14 @@ PYTHON ?= python3
 ARGS ?=
 export PYTHON
 
-.PHONY: help setup serve test test-fuzz test-clients check clean
+.PHONY: help setup serve test test-fuzz test-clients test-kl check clean
 
 help:
 	@echo "make serve   install into .venv and start the server with the built-in model (ARGS='...' adds flags)"
 	@echo "make test    install the test requirements and run every test (ARGS='tests/unit' narrows it)"
 	@echo "make test-fuzz     fuzz every route with bodies made from /openapi.json (ARGS goes to pytest)"
 	@echo "make test-clients  run the lm-eval harness against a server, in an environment of its own"
+	@echo "make test-kl       compare quantised weights of every type with float32 over 1,000 tokens (ARGS goes to pytest)"
 	@echo "make check   formatting, lint, types, generated docs"
 	@echo "make clean   remove .venv and build results"
 
@@ -27,6 +28,9 @@ test-fuzz:
 
 test-clients:
 	@scripts/test-clients $(ARGS)
+
+test-kl:
+	@scripts/test-kl $(ARGS)
 
 check:
 	@scripts/check

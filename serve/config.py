@@ -76,6 +76,12 @@ class ModelConfig:
         "limit on prompt + output tokens; accepts 8k; -1 = the largest that fits (default: the model's)",
         kind="count",
     )
+    cpu_activations: str = flag(
+        "exact",
+        "how rows meet quantised weights on the CPU: exact keeps what float32 keeps, int8 is faster and rounds them to "
+        "8 bits, as llama.cpp does",
+        choices=("exact", "int8"),
+    )
     load_format: str = flag(
         "auto", "auto reads the checkpoint; dummy makes seeded random weights", choices=("auto", "dummy")
     )

@@ -75,7 +75,14 @@ class Ops(Protocol):
     def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
 
-    def linear_quantized(self, x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+    def linear_quantized(
+        self,
+        x: Tensor,
+        parts: Sequence[QuantizedWeight],
+        bias: Tensor | None = None,
+        *,
+        int8_activations: bool = False,
+    ) -> Tensor:
         """Give x times quantised weights side by side, plus bias."""
 
     def quantized_rows(self, weight: QuantizedWeight, indices: Tensor) -> Tensor:
@@ -183,9 +190,11 @@ def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     return implementation(stored.device.type).pack_quantized(blocks)
 
 
-def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+def linear_quantized(
+    x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, *, int8_activations: bool = False
+) -> Tensor:
     """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all]."""
-    return implementation(x.device.type).linear_quantized(x, parts, bias)
+    return implementation(x.device.type).linear_quantized(x, parts, bias, int8_activations=int8_activations)
 
 
 def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:

@@ -223,10 +223,11 @@ def _block_pieces(parts: BlockParts, layout: TileFormat, in_tiles: Callable[[Ten
 def _gather(fields: Tensor, bits: int) -> Tensor:
     """Pack bit fields [..., 32 inputs, 16 lanes] as _spread unpacks them: uint8 [..., bytes of a block]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    # An input is a field of a byte of a word of a vector: [..., vector, byte, field, word, lane]
-    pairs = fields.view(*fields.shape[:3], -1, 2, 8 // bits, 2, WEIGHT_LANES)
-    words = (pairs.permute(0, 1, 2, 3, 7, 6, 4, 5) << shifts).sum(dim=-1, dtype=torch.uint8)
-    return words.reshape(*fields.shape[:3], -1)
+    # An input is [eight inputs, byte of a word, quad of two, word], its place [quad, lane, word, byte].
+    quads = fields.view(*fields.shape[:3], 4, 2, 2, 2, WEIGHT_LANES).permute(0, 1, 2, 3, 5, 7, 6, 4)
+    # Quads are the fields of vectors: [..., vector, field, bytes of a vector]
+    vectors = quads.reshape(*fields.shape[:3], -1, 8 // bits, 4 * WEIGHT_LANES)
+    return (vectors << shifts[:, None]).sum(dim=-2, dtype=torch.uint8).flatten(3)
 
 
 def _dequantize_tiles(data: Tensor, layout: TileFormat) -> Tensor:
@@ -280,11 +281,11 @@ def _codes(raw: Tensor, layout: TileFormat) -> Tensor:
 
 
 def _spread(raw: Tensor, bits: int) -> Tensor:
-    """Unpack bit fields: word e of lane r of a vector holds column 2 * p + e of each of its pairs p, for output r."""
+    """Unpack bit fields of vectors to [..., 32 inputs, 16 lanes]; quantized_tile.h says which field is which input."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    # [..., vector, lane, word, byte of the word, field of the byte]
-    words = raw.reshape(*raw.shape[:3], -1, WEIGHT_LANES, 2, 2, 1)
-    fields = (words >> shifts) & ((1 << bits) - 1)
-    # A pair is a field of a byte of a vector: [..., vector, byte, field, word, lane]
-    pairs = fields.permute(0, 1, 2, 3, 6, 7, 5, 4)
-    return pairs.reshape(*raw.shape[:3], BLOCK_INPUTS, WEIGHT_LANES)
+    vectors = raw.reshape(*raw.shape[:3], -1, 1, 4 * WEIGHT_LANES)
+    quads = (vectors >> shifts[:, None]) & ((1 << bits) - 1)
+    # [..., eight inputs, quad of two, lane, word, byte of the word]
+    places = quads.view(*raw.shape[:3], 4, 2, WEIGHT_LANES, 2, 2)
+    inputs = places.permute(0, 1, 2, 3, 7, 4, 6, 5)
+    return inputs.reshape(*raw.shape[:3], BLOCK_INPUTS, WEIGHT_LANES)

@@ -109,8 +109,13 @@ def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     return pack_blocks(blocks)
 
 
-def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
-    """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all]."""
+def linear_quantized(
+    x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, *, int8_activations: bool = False
+) -> Tensor:
+    """Give x [num_tokens, num_in] times each part, side by side, plus bias, as [num_tokens, num_out of all].
+
+    int8_activations allows an implementation to round x to 8 bits where that is faster; here it never is.
+    """
     checks.check_linear_quantized(x, parts, bias)
     product = torch.cat([x @ part.plain().T for part in parts], dim=1)
     return product if bias is None else product + bias

@@ -12,10 +12,14 @@ from serve.kernels.quantized_weight import QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class LinearParts:
-    """A linear layer: weights of the same inputs, their outputs side by side, and a bias of all outputs."""
+    """A linear layer: weights of the same inputs, their outputs side by side, and a bias of all outputs.
+
+    int8_activations  as for linear_quantized, of quantised weights
+    """
 
     weights: tuple[PackedWeight | QuantizedWeight, ...]
     bias: Tensor | None = None
+    int8_activations: bool = False
 
     @property
     def num_in(self) -> int:

@@ -228,7 +228,8 @@ def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, Ou
     prefix = "model.embed_tokens"
     parts = loader.quantized(f"{prefix}.weight")
     if parts is not None:
-        head = QuantizedLinear(parts) if arch.tie_word_embeddings else load_linear(loader, "lm_head")
+        is_tied = arch.tie_word_embeddings
+        head = QuantizedLinear(parts, None, loader.int8_activations) if is_tied else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
     if arch.tie_word_embeddings:
         return load_tied_embedding(loader, prefix)

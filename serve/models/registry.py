@@ -89,7 +89,12 @@ def load_model(
     max_model_len = limit if limit is not None and limit > 0 else arch.max_position_embeddings
     cache = open_cache_entry(checkpoint, config, cache_folder, device=device)
     with ParameterLoader(
-        source, dtype=dtype, device=device, weight_dtype=weight_dtype(config.dtype), cache=cache
+        source,
+        dtype=dtype,
+        device=device,
+        weight_dtype=weight_dtype(config.dtype),
+        cache=cache,
+        int8_activations=config.cpu_activations == "int8",
     ) as loader:
         return builder(arch, loader, max_model_len)
 

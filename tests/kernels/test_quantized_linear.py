@@ -21,6 +21,8 @@ HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_
 HALVES |= {"Q6_K": (208,)}
 # The integers of a row have 16 bits: half a step of 1 / 32767 of the largest input of 32.
 HALF_STEP = 0.5 / 32767
+# The rounding of 8 bits: half a step of 1 / 127 of the largest input of 32.
+HALF_INT8_STEP = 0.5 / 127
 
 
 def random_blocks(type_name: str, num_out: int, num_in: int) -> QuantizedBlocks:
@@ -31,6 +33,19 @@ def random_blocks(type_name: str, num_out: int, num_in: int) -> QuantizedBlocks:
         factors = generator.normal(0, 0.1, len(blocks)).astype(np.float16)
         blocks[:, begin : begin + 2] = factors[:, None].view(np.uint8)
     return QuantizedBlocks(torch.from_numpy(blocks.reshape(num_out, -1)), type_name, num_in)
+
+
+def extreme_blocks(type_name: str, num_out: int, num_in: int) -> QuantizedBlocks:
+    """Make blocks whose codes and small scales are all the largest (upper half) or the smallest (lower half)."""
+    blocks = random_blocks(type_name, num_out, num_in)
+    _, block_bytes = gguf.GGML_QUANT_SIZES[Kind[type_name]]
+    rows = blocks.rows.view(num_out, -1, block_bytes)
+    rows[: num_out // 2], rows[num_out // 2 :] = 0xFF, 0x00
+    if type_name == "Q8_0":
+        rows[: num_out // 2], rows[num_out // 2 :] = 0x7F, 0x80
+    for begin in HALVES.get(type_name, (0,)):
+        rows[:, :, begin : begin + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    return blocks
 
 
 def values_of(blocks: QuantizedBlocks) -> torch.Tensor:
@@ -80,27 +95,75 @@ def test_product_differs_from_float64_by_the_rounding_of_x_alone(
     assert relative_error(with_bias, exact + bias) < 3e-5
 
 
-def test_whole_numbers_are_multiplied_exactly(library_ops: Ops) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 7, 20, 61])
+@pytest.mark.parametrize("type_name", TYPES)
+def test_int8_product_differs_from_float64_by_the_rounding_of_x_to_8_bits(
+    library_ops: Ops, type_name: str, num_tokens: int
+) -> None:
+    weight, values = make(library_ops, type_name, 53, 768)
+    torch.manual_seed(num_tokens)
+    x, bias = torch.randn(num_tokens, 768) * torch.rand(768).exp2(), torch.randn(53)
+    step = x.abs().view(num_tokens, -1, 32).amax(dim=-1).repeat_interleave(32, dim=1) / 127
+    rounded = (x / step).round().double() * step.double()
+    out = library_ops.linear_quantized(x, [weight], bias, int8_activations=True)
+    # What is rounded is known up to ties, so the product with it must be close to exact.
+    assert relative_error(out, rounded @ values.double().T + bias) < 1e-3
+    allowed = (HALF_INT8_STEP * 127 * step.double() + 2e-6 * x.abs()) @ values.abs().double().T + 1e-6 * bias.abs()
+    assert ((out - x.double() @ values.double().T - bias).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 6, 17])
+@pytest.mark.parametrize("type_name", TYPES)
+def test_sums_of_the_largest_codes_are_exact(library_ops: Ops, type_name: str, num_tokens: int, int8: bool) -> None:
+    """Every code and every input as large as can be, of one sign or two: where short sums would overflow."""
+    blocks = extreme_blocks(type_name, 32, 256)
+    values = values_of(blocks)
+    x = torch.where(torch.arange(256) % 64 < 32, 1.0, -1.0).repeat(num_tokens, 1)
+    x[::2] = 1.0
+    out = library_ops.linear_quantized(x, [library_ops.pack_quantized(blocks)], int8_activations=int8)
+    exact = x.double() @ values.double().T
+    assert ((out - exact).abs() <= 2e-6 * x.abs().double() @ values.abs().double().T).all()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_whole_numbers_are_multiplied_exactly(library_ops: Ops, int8: bool) -> None:
     blocks = random_blocks("Q8_0", 19, 64)
     blocks.rows.view(19, 2, 34)[:, :, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
-    x = torch.randint(-300, 300, (7, 64), dtype=torch.int32).float()
-    x[:, ::32] = 32767.0
+    x = torch.randint(-120, 120, (7, 64), dtype=torch.int32).float()
+    x[:, ::32] = 127.0 if int8 else 32767.0
     expected = x.double() @ values_of(blocks).double().T
-    assert torch.equal(library_ops.linear_quantized(x, [library_ops.pack_quantized(blocks)]).double(), expected)
+    weight = library_ops.pack_quantized(blocks)
+    assert torch.equal(library_ops.linear_quantized(x, [weight], int8_activations=int8).double(), expected)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_row_is_the_same_to_the_bit_alone_in_a_batch_and_on_more_threads(
-    library_ops: Ops, threads_restored: None, type_name: str
+    library_ops: Ops, threads_restored: None, type_name: str, int8: bool
 ) -> None:
     weight, _ = make(library_ops, type_name, 331, 1536)
     x, bias = torch.randn(150, 1536), torch.randn(331)
-    together = library_ops.linear_quantized(x, [weight], bias)
-    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 10), (10, 17), (17, 149), (149, 150)):
-        assert torch.equal(library_ops.linear_quantized(x[begin:end], [weight], bias), together[begin:end])
+
+    def product(begin: int, end: int) -> torch.Tensor:
+        return library_ops.linear_quantized(x[begin:end], [weight], bias, int8_activations=int8)
+
+    together = product(0, 150)
+    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 10), (10, 15), (15, 22), (22, 30), (30, 149), (149, 150)):
+        assert torch.equal(product(begin, end), together[begin:end])
     binding.set_num_threads(2)
-    assert torch.equal(library_ops.linear_quantized(x, [weight], bias), together)
-    assert torch.equal(library_ops.linear_quantized(x[5:6], [weight], bias), together[5:6])
+    assert torch.equal(product(0, 150), together)
+    assert torch.equal(product(5, 6), together[5:6])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_row_is_the_same_in_a_batch_that_is_cut_for_the_cache(library_ops: Ops, int8: bool) -> None:
+    weight, _ = make(library_ops, "Q5_K", 16, 4096)
+    x = torch.randn(300, 4096)
+    together = library_ops.linear_quantized(x, [weight], int8_activations=int8)
+    for row in (0, 1, 42, 43, 150, 299):
+        alone = library_ops.linear_quantized(x[row : row + 1], [weight], int8_activations=int8)
+        assert torch.equal(alone, together[row : row + 1])
 
 
 def test_parts_of_several_types_lie_side_by_side(every_ops: Ops) -> None:
@@ -121,12 +184,13 @@ def test_rows_may_be_strided(every_ops: Ops) -> None:
     assert every_ops.linear_quantized(torch.empty(0, 64), [weight]).shape == (0, 33)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_input_that_is_not_finite_stays_in_its_row(library_ops: Ops, broken: float) -> None:
+def test_input_that_is_not_finite_stays_in_its_row(library_ops: Ops, broken: float, int8: bool) -> None:
     weight, _ = make(library_ops, "Q4_1", 18, 64)
     x = torch.randn(7, 64)
     x[3, 37] = broken
-    out = library_ops.linear_quantized(x, [weight])
+    out = library_ops.linear_quantized(x, [weight], int8_activations=int8)
     assert out.isnan().all(dim=1).tolist() == [False, False, False, True, False, False, False]
     assert not out[[0, 1, 2, 4, 5, 6]].isnan().any()
 

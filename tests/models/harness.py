@@ -98,7 +98,9 @@ def divergence(exact: Tensor, actual: Tensor) -> float:
     return float((expected.exp() * (expected - found)).sum(dim=-1).mean())
 
 
-def load(path: str | Path, *, dtype: str = "auto", max_model_len: int | None = None) -> CausalLM:
+def load(
+    path: str | Path, *, dtype: str = "auto", max_model_len: int | None = None, cpu_activations: str = "exact"
+) -> CausalLM:
     """Load a model as the worker does."""
-    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len)
+    config = ModelConfig(model=str(path), dtype=dtype, max_model_len=max_model_len, cpu_activations=cpu_activations)
     return load_model(load_checkpoint(path), config, dtype=torch.float32, device=CPU)

@@ -108,3 +108,12 @@ def test_divisors_of_rotary_frequencies_are_applied_and_checked(tmp_path: Path) 
     write_gguf(tmp_path / "short.gguf", "llama", rope_divisors=[1.0] * 5)
     with pytest.raises(ConfigError, match="divisors of rotary frequencies"):
         load(tmp_path / "short.gguf")
+
+
+@pytest.mark.parametrize(("kind", "has_effect"), [("F16", False), ("Q8_0", True)])
+def test_int8_activations_that_have_no_effect_are_said_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, has_effect: bool
+) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", kind=Kind[kind], **SIZES)
+    load(tmp_path / "m.gguf", cpu_activations="int8")
+    assert ("--cpu-activations int8 has no effect" in caplog.text) is not has_effect

@@ -66,7 +66,7 @@ class LinearPart(ctypes.Structure):
 class LinearLayer(ctypes.Structure):
     """A linear layer of parts of the same inputs."""
 
-    _fields_ = (("parts", ctypes.POINTER(LinearPart)), ("num_parts", _I64), ("num_in", _I64))
+    _fields_ = (("parts", ctypes.POINTER(LinearPart)), ("num_parts", _I64), ("num_in", _I64), ("activations", _I32))
 
 
 class EmbeddingPlan(ctypes.Structure):

@@ -1,7 +1,7 @@
-// Products of 16-bit integers on the same sixteen lanes as lanes.h.
+// Products of 16-bit and 8-bit integers on the same sixteen lanes as lanes.h.
 //
-// A lane holds two neighbouring columns of its output: their products are added to one 32-bit sum.
-// The sums are exact, so they depend neither on their order nor on the machine.
+// A lane holds two or four columns of its output: their products are added to one 32-bit sum. The
+// sums are exact, so they depend neither on their order nor on the machine.
 #pragma once
 
 #include "lanes.h"
@@ -10,27 +10,50 @@ namespace serve {
 
 typedef uint16_t NativeWords __attribute__((vector_size(kNative * 4)));
 typedef int16_t NativeShorts __attribute__((vector_size(kNative * 4)));
+typedef int16_t NativeNarrow __attribute__((vector_size(kNative * 2)));
 
 struct ShortLanes {
   NativeShorts part[kParts];
 };
 
-// Gives every lane the pair of columns at source.
-SERVE_INLINE NativeShorts splat_pair(const int16_t* source) {
-  int32_t pair;
-  std::memcpy(&pair, source, sizeof pair);
+struct WordLanes {
+  NativeWords part[kParts];
+};
+
+SERVE_INLINE NativeInt splat_int(int32_t value) {
 #if defined(__AVX512F__)
-  return (NativeShorts)_mm512_set1_epi32(pair);
+  return (NativeInt)_mm512_set1_epi32(value);
 #elif defined(__AVX2__)
-  return (NativeShorts)_mm256_set1_epi32(pair);
+  return (NativeInt)_mm256_set1_epi32(value);
 #else
-  return (NativeShorts)(pair - NativeInt{});
+  return value - NativeInt{};
 #endif
 }
 
+// Gives every lane the four bytes at source. As a float they go from memory to all lanes in one
+// instruction that needs no arithmetic unit; GCC takes integers through a general register.
+SERVE_INLINE NativeInt splat_bytes(const void* source) {
+#if defined(__AVX2__)
+  float bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return bit_cast<NativeInt>(splat_native(bytes));
+#else
+  int32_t bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return splat_int(bytes);
+#endif
+}
+
+// Gives every lane the pair of columns at source.
+SERVE_INLINE NativeShorts splat_pair(const int16_t* source) { return (NativeShorts)splat_bytes(source); }
+
+// Gives every lane the four columns at source.
+SERVE_INLINE NativeWords splat_quad(const int8_t* source) { return (NativeWords)splat_bytes(source); }
+
 // Keeps a sum in its register: a compiler that regroups exact sums holds all products first, in more
 // registers than there are.
-SERVE_INLINE void pin(NativeInt* sum) {
+template <typename Sum>
+SERVE_INLINE void pin(Sum* sum) {
 #if defined(__AVX512F__)
   asm("" : "+v"(*sum));
 #elif defined(__x86_64__)
@@ -61,14 +84,39 @@ SERVE_INLINE NativeInt add_products(NativeInt sum, NativeShorts a, NativeShorts 
 #endif
 }
 
-SERVE_INLINE NativeWords load_words(const uint8_t* source) {
-  NativeWords out;
-  std::memcpy(&out, source, sizeof out);
-  return out;
+// Sums of products of unsigned and signed bytes. Without an instruction for sums of 32 bits each
+// half of a lane sums every second column in 16 bits, modulo 2^16.
+#if defined(__AVX512VNNI__)
+constexpr bool kWideByteSums = true;
+typedef NativeInt ByteSum;
+#else
+constexpr bool kWideByteSums = false;
+typedef NativeWords ByteSum;
+#endif
+
+// sum + a * b over the columns of each lane; two products of neighbouring columns fit 16 bits.
+SERVE_INLINE ByteSum add_byte_products(ByteSum sum, NativeWords a, NativeWords b) {
+#if defined(__AVX512VNNI__)
+  return (NativeInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return sum + (NativeWords)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return sum + (NativeWords)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#else
+  const NativeWords even = (a & (uint16_t)255) * (NativeWords)((NativeShorts)(b << 8) >> 8);
+  const NativeWords odd = (a >> 8) * (NativeWords)((NativeShorts)b >> 8);
+  return sum + even + odd;
+#endif
 }
 
-SERVE_INLINE NativeShorts load_shorts(const int16_t* source) {
-  NativeShorts out;
+SERVE_INLINE NativeInt widen_sum(NativeInt sum) { return sum; }
+
+SERVE_INLINE NativeInt widen_sum(NativeWords sum) {
+  return add_products(NativeInt{}, (NativeShorts)sum, (NativeShorts)splat_int(0x00010001));
+}
+
+SERVE_INLINE NativeWords load_words(const uint8_t* source) {
+  NativeWords out;
   std::memcpy(&out, source, sizeof out);
   return out;
 }

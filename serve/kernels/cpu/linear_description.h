@@ -22,6 +22,7 @@ struct LinearLayer {
   const LinearPart* parts;
   int64_t num_parts;
   int64_t num_in;
+  int32_t activations;  // of kQuantized parts: Activations (quantized_rows.h)
 };
 
 }  // namespace serve

@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "pool.h"
 #include "quantized_linear.h"
+#include "quantized_rows.h"
 
 namespace serve {
 namespace {
@@ -17,11 +18,13 @@ constexpr int64_t kGrain = 4;                 // tiles that are computed side by
 
 int64_t num_tiles(const LinearPart& part) { return (part.num_out + kLanes - 1) / kLanes; }
 
-void run_tiles(const LinearPart& part, int64_t num_in, const LayerInput& input, float* out,
+void run_tiles(const LinearPart& part, const LinearLayer& layer, const LayerInput& input, float* out,
                int64_t out_stride, int64_t begin, int64_t end) {
+  const int64_t num_in = layer.num_in;
   if (part.kind == kQuantized) {
     quantized_tiles(QuantizedProduct{part.type, input.codes, (const uint8_t*)part.weight, part.bias,
-                                     out, out_stride, input.num_rows, num_in, part.num_out},
+                                     out, out_stride, input.num_rows, num_in, part.num_out,
+                                     layer.activations},
                     begin, end);
   } else {
     dense_tiles(DenseProduct{input.x, input.x_stride, part.weight, part.bias, out, out_stride,
@@ -34,6 +37,7 @@ void run_tiles(const LinearPart& part, int64_t num_in, const LayerInput& input, 
 
 bool is_sound(const LinearLayer& layer) {
   if (layer.num_parts <= 0 || layer.num_in < 0) return false;
+  if (layer.activations != kExact && layer.activations != kInt8) return false;
   for (int64_t i = 0; i < layer.num_parts; i++) {
     const LinearPart& part = layer.parts[i];
     if (part.weight == nullptr || part.num_out < 0) return false;
@@ -77,7 +81,7 @@ void run_layer(const LinearLayer& layer, const LayerInput& input, float* out, in
       const LinearPart& part = layer.parts[i];
       const int64_t first = std::max(begin - first_tile, (int64_t)0);
       const int64_t last = std::min(end - first_tile, num_tiles(part));
-      if (first < last) run_tiles(part, layer.num_in, input, target, out_stride, first, last);
+      if (first < last) run_tiles(part, layer, input, target, out_stride, first, last);
       first_tile += num_tiles(part);
       target += part.num_out;
     }
@@ -95,7 +99,7 @@ SERVE_API int32_t serve_linear_layer(const serve::LinearLayer* layer, const floa
   using namespace serve;
   if (!is_sound(*layer)) return kBadLayer;
   if (has_quantized_parts(*layer)) {
-    serve_quantize_rows(x, x_stride, codes, num_rows, layer->num_in);
+    serve_quantize_rows(x, x_stride, codes, num_rows, layer->num_in, layer->activations);
   }
   run_layer(*layer, LayerInput{x, x_stride, codes, num_rows}, out, num_outputs(*layer));
   return kOk;

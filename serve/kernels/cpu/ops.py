@@ -200,10 +200,12 @@ def _pack_affine(blocks: AffineBlocks) -> QuantizedWeight:
     return weight
 
 
-def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None) -> Tensor:
+def linear_quantized(
+    x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, *, int8_activations: bool = False
+) -> Tensor:
     """Give x times each part, side by side, plus bias; see the twin.
 
-    Rows of x are rounded to 16-bit integers with one scale for 32 inputs. Every output adds its
+    Rows of x are rounded to 16-bit integers, or to 8 bits, with one scale for 32 inputs. Every output adds its
     blocks in one fixed order, so a row is the same to the bit in every batch and with any number of
     threads. A row with an input that is not finite is not a number in every output.
     """
@@ -213,12 +215,12 @@ def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor |
     out = torch.empty((num_rows, num_out))
     plain_bias = None if bias is None else bias.contiguous()
     order = parts[0].input_order
-    codes = _quantize_rows(x, order)
+    codes = _quantize_rows(x, order, int8_activations)
     first = 0
     for part in parts:
         if part.input_order is not order:
             order = part.input_order
-            codes = _quantize_rows(x, order)
+            codes = _quantize_rows(x, order, int8_activations)
         binding.library().serve_quantized_linear(
             part.format.number,
             codes.data_ptr(),
@@ -229,20 +231,21 @@ def linear_quantized(x: Tensor, parts: Sequence[QuantizedWeight], bias: Tensor |
             num_rows,
             num_in,
             part.num_out,
+            int8_activations,
         )
         first += part.num_out
     return out
 
 
-def _quantize_rows(x: Tensor, order: Tensor | None) -> Tensor:
+def _quantize_rows(x: Tensor, order: Tensor | None, int8_activations: bool) -> Tensor:
     """Round rows of x, their inputs in the order given, to integers for serve_quantized_linear."""
     rows = x if order is None else x.index_select(1, order)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     library = binding.library()
     num_rows, num_in = rows.shape
     # int64: the integers and floats inside need alignment.
-    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in) // 8, dtype=torch.int64)
-    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in)
+    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in, int8_activations) // 8, dtype=torch.int64)
+    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations)
     return codes
 
 

@@ -15,13 +15,14 @@ struct QuantizedProduct {
   int64_t num_rows;
   int64_t num_in;
   int64_t num_out;
+  int32_t activations;  // of the rows: Activations (quantized_rows.h)
 };
 
 // Gives the bytes that quantize_row writes.
-int64_t quantized_row_bytes(int64_t num_in);
+int64_t quantized_row_bytes(int64_t num_in, int32_t activations);
 
 // Turns a row of num_in floats into integers; num_in is a multiple of 32.
-void quantize_row(const float* x, uint8_t* row, int64_t num_in);
+void quantize_row(const float* x, uint8_t* row, int64_t num_in, int32_t activations);
 
 // Computes the outputs of tiles [begin, end), sixteen to a tile, for all rows on this thread.
 void quantized_tiles(const QuantizedProduct& product, int64_t begin, int64_t end);

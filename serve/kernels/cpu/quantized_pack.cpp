@@ -151,22 +151,23 @@ typedef int (*TakeBlock)(const uint8_t* raw, Parts* out);
 constexpr TakeBlock kTakeBlock[] = {take_q4_0, take_q4_1, take_q5_0, take_q5_1, take_q8_0,
                                     take_q2_k, take_q3_k, take_q4_k, take_q5_k, take_q6_k};
 
+// The byte of a vector with the code of an output's input.
+int code_place(int lane, int input) { return (2 * lane + input % 2) * 2 + byte_of(input / 2); }
+
 // Writes the codes of one output's 32 inputs; the memory was zero before.
 template <typename T>
 void put_codes(const uint8_t* codes, int lane, uint8_t* block) {
   for (int i = 0; i < kBlockInputs; i++) {
-    const int pair = i / 2;
-    const int word = (2 * lane + i % 2) * 2;
+    const int quad = quad_of(i / 2);
+    const int place = code_place(lane, i);
     if constexpr (T::kLow == 8) {
-      block[pair / 2 * kVectorBytes + word + pair % 2] = codes[i];
+      block[quad * kVectorBytes + place] = codes[i];
     } else {
-      block[pair / 4 * kVectorBytes + word + pair % 4 / 2] |= (uint8_t)((codes[i] & 15) << (pair % 2 * 4));
+      block[quad / 2 * kVectorBytes + place] |= (uint8_t)((codes[i] & 15) << (quad % 2 * 4));
     }
     if constexpr (T::kHigh > 0) {
-      constexpr int kVectorPairs = 16 / T::kHigh;
-      const int bit = pair % kVectorPairs * T::kHigh;
-      uint8_t* high = block + T::kLowBytes + pair / kVectorPairs * kVectorBytes + word + bit / 8;
-      *high |= (uint8_t)((codes[i] >> 4) << (bit % 8));
+      uint8_t* high = block + T::kLowBytes + quad * T::kHigh / 8 * kVectorBytes + place;
+      *high |= (uint8_t)((codes[i] >> 4) << (quad * T::kHigh % 8));
     }
   }
 }
@@ -251,17 +252,13 @@ void for_tiles(int64_t num_out, const PackTile& pack_tile) {
 
 template <typename T>
 int code_at(const uint8_t* block, int lane, int input) {
-  const int pair = input / 2;
-  const int word = (2 * lane + input % 2) * 2;
-  if constexpr (T::kLow == 8) {
-    return (int8_t)block[pair / 2 * kVectorBytes + word + pair % 2];
-  }
-  int code = block[pair / 4 * kVectorBytes + word + pair % 4 / 2] >> (pair % 2 * 4) & 15;
+  const int quad = quad_of(input / 2);
+  const int place = code_place(lane, input);
+  if constexpr (T::kLow == 8) return (int8_t)block[quad * kVectorBytes + place];
+  int code = block[quad / 2 * kVectorBytes + place] >> (quad % 2 * 4) & 15;
   if constexpr (T::kHigh > 0) {
-    constexpr int kVectorPairs = 16 / T::kHigh;
-    const int bit = pair % kVectorPairs * T::kHigh;
-    const uint8_t* high = block + T::kLowBytes + pair / kVectorPairs * kVectorBytes + word + bit / 8;
-    code |= (*high >> (bit % 8) & ((1 << T::kHigh) - 1)) << 4;
+    const uint8_t* high = block + T::kLowBytes + quad * T::kHigh / 8 * kVectorBytes + place;
+    code |= (*high >> (quad * T::kHigh % 8) & ((1 << T::kHigh) - 1)) << 4;
   }
   return code - T::kOffset;
 }

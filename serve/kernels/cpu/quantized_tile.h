@@ -8,8 +8,11 @@
 //   high     bits 4 and 5 where there are any: 64 bytes for each
 //   scales   a float16 scale (and minimum) for each output, or for K types a byte each for each
 //            output and group of 16 or 32 inputs, multiplied with the unit's factors
-// Codes are spread so that one 16-bit word holds bits of one column of several pairs of columns:
-// lane r, word e of a vector belongs to output r and to column 2 * p + e of each pair p in it.
+// Codes are spread so that 8-bit and 16-bit products both find them with a shift and a mask. Lane r
+// of a vector, four bytes, belongs to output r. A field of it holds bits of four columns, one in each
+// byte: quad q is columns 0, 4, 1, 5 (q even) or 2, 6, 3, 7 (q odd) of the eight from 8 * (q / 2) on.
+// Seen as 16-bit words, the low bytes of a quad are columns 0, 1 or 2, 3, the high bytes 4, 5 or 6, 7:
+// pairs of neighbouring columns.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +23,7 @@ namespace serve {
 
 constexpr int kBlockInputs = 32;
 constexpr int kPairs = kBlockInputs / 2;
+constexpr int kQuads = kBlockInputs / 4;
 constexpr int kVectorBytes = kLanes * 4;
 constexpr int kMaxGroups = 2;
 
@@ -43,6 +47,10 @@ enum TileType : int32_t {
   kAffine8_128 = 15,
 };
 
+// Where a pair of columns lies: the quad, and the byte (0 or 1) of each 16-bit word.
+constexpr int quad_of(int pair) { return pair / 4 * 2 + pair % 2; }
+constexpr int byte_of(int pair) { return pair % 4 / 2; }
+
 // kLow: bits of a code stored together, 4 or 8 (8: signed). kHigh: bits stored apart. kGroup:
 // inputs that share a scale. kUnitBlocks: 1, or 8 for K types. kHasMinimum: else only a scale.
 template <int kLow_, int kHigh_, int kGroup_, int kUnitBlocks_, bool kHasMinimum_, int kOffset_>
@@ -54,6 +62,7 @@ struct Tile {
   static constexpr bool kHasMinimum = kHasMinimum_;
   static constexpr int kOffset = kOffset_;
 
+  static constexpr uint16_t kHighMask = ((1 << kHigh) - 1) << 4;
   static constexpr bool kIsAffine = false;
   static constexpr bool kIsSuper = kUnitBlocks > 1;
   static constexpr bool kSignedScale = !kHasMinimum;  // of K types
@@ -82,29 +91,48 @@ struct Tile {
 
   // The codes of one pair of columns, without the offset.
   SERVE_INLINE static ShortLanes codes(const uint8_t* block, int pair) {
-    constexpr int kVectorPairs = 16 / kLow;
     ShortLanes out;
     for (int i = 0; i < kParts; i++) {
-      const uint8_t* part = block + i * kNative * 4;
-      const NativeWords words = load_words(part + pair / kVectorPairs * kVectorBytes);
+      const NativeWords words = load_words(low_part(block, quad_of(pair), i));
       if constexpr (kLow == 8) {
-        out.part[i] = (pair % 2 ? (NativeShorts)words : (NativeShorts)(words << 8)) >> 8;
+        out.part[i] = (NativeShorts)(byte_of(pair) ? words : words << 8) >> 8;
       } else {
-        NativeWords code = words >> (4 * (pair % kVectorPairs));
-        if (pair % kVectorPairs < kVectorPairs - 1) code = code & (uint16_t)15;
-        if constexpr (kHigh > 0) code = code | high_bits(part, pair);
+        const int begin = byte_of(pair) * 8 + quad_of(pair) % 2 * 4;
+        NativeWords code = words >> begin;
+        if (begin < 12) code = code & (uint16_t)15;
+        if constexpr (kHigh > 0) code = code | high_bits(block, quad_of(pair), i, 8 * byte_of(pair), kHighMask);
         out.part[i] = (NativeShorts)code;
       }
     }
     return out;
   }
 
-  SERVE_INLINE static NativeWords high_bits(const uint8_t* part, int pair) {
-    constexpr int kVectorPairs = 16 / (kHigh > 0 ? kHigh : 1);
-    constexpr uint16_t kMask = ((1 << kHigh) - 1) << 4;
-    const NativeWords words = load_words(part + kLowBytes + pair / kVectorPairs * kVectorBytes);
-    const int begin = pair % kVectorPairs * kHigh;
-    return (begin < 4 ? words << (4 - begin) : words >> (begin - 4)) & kMask;
+  // The codes of one quad of columns in the order of its bytes, without the offset. Those of 8 bits
+  // are 128 more, so that none is negative.
+  SERVE_INLINE static WordLanes quad_codes(const uint8_t* block, int quad) {
+    WordLanes out;
+    for (int i = 0; i < kParts; i++) {
+      const NativeWords words = load_words(low_part(block, quad, i));
+      if constexpr (kLow == 8) {
+        out.part[i] = words ^ (uint16_t)0x8080;
+      } else {
+        out.part[i] = (quad % 2 ? words >> 4 : words) & (uint16_t)0x0f0f;
+        if constexpr (kHigh > 0) out.part[i] = out.part[i] | high_bits(block, quad, i, 0, kHighMask * 0x101);
+      }
+    }
+    return out;
+  }
+
+  SERVE_INLINE static const uint8_t* low_part(const uint8_t* block, int quad, int part) {
+    return block + quad * kLow / 8 * kVectorBytes + part * kNative * 4;
+  }
+
+  // The high bits of a quad, less low bits of each word, where codes have them.
+  SERVE_INLINE static NativeWords high_bits(const uint8_t* block, int quad, int part, int low, uint16_t mask) {
+    const uint8_t* source = block + kLowBytes + quad * kHigh / 8 * kVectorBytes + part * kNative * 4;
+    const NativeWords words = load_words(source);
+    const int begin = quad * kHigh % 8 + low;
+    return (begin < 4 ? words << (4 - begin) : words >> (begin - 4)) & mask;
   }
 
   SERVE_INLINE static Lanes scale(const uint8_t* head, const uint8_t* block, int group) {

@@ -17,6 +17,7 @@
 #include "linear_layer.h"
 #include "pool.h"
 #include "quantized_linear.h"
+#include "quantized_rows.h"
 #include "rows.h"
 
 namespace serve {
@@ -41,7 +42,7 @@ struct Sizes {
         heads((int64_t)plan.num_heads * plan.head_size),
         qkv(heads + 2 * (int64_t)plan.num_kv_heads * plan.head_size),
         gate_up(2 * plan.inner_size),
-        codes(quantized_row_bytes(std::max({hidden, heads, plan.inner_size}))) {}
+        codes(quantized_row_bytes(std::max({hidden, heads, plan.inner_size}), kExact)) {}
 };
 
 // Working memory of a step. A row of update is added to its residual, then holds the norm.
@@ -223,8 +224,8 @@ class Step {
     return LayerInput{x, x_stride, scratch_.codes, num_rows_};
   }
 
-  uint8_t* codes_of(int64_t row, int64_t num_in) const {
-    return scratch_.codes + row * quantized_row_bytes(num_in);
+  uint8_t* codes_of(int64_t row, const LinearLayer& next) const {
+    return scratch_.codes + row * quantized_row_bytes(next.num_in, next.activations);
   }
 
   // residual += update unless this is the first layer; update = norm(residual), as next wants it.
@@ -237,7 +238,7 @@ class Step {
         float* const update = scratch_.update + row * size;
         if (has_update) add_row(update, residual, size);
         norm_row(residual, weight, update, size, plan_.eps);
-        if (quantizes) quantize_row(update, codes_of(row, size), size);
+        if (quantizes) quantize_row(update, codes_of(row, next), size, next.activations);
       }
     });
   }
@@ -283,7 +284,7 @@ class Step {
     const int64_t size = next.num_in;
     parallel_for(num_rows_, min_rows(2 * size), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        quantize_row(x + row * size, codes_of(row, size), size);
+        quantize_row(x + row * size, codes_of(row, next), size, next.activations);
       }
     });
   }
@@ -296,7 +297,7 @@ class Step {
       for (int64_t row = begin; row < end; row++) {
         float* const gate = scratch_.gate_up + row * sizes_.gate_up;
         gate_row(gate, gate + size, gate, size);
-        if (quantizes) quantize_row(gate, codes_of(row, size), size);
+        if (quantizes) quantize_row(gate, codes_of(row, next), size, next.activations);
       }
     });
   }

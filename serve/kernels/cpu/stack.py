@@ -28,7 +28,7 @@ class CpuStack:
         if self._library.serve_check_stack(ctypes.addressof(self._plan)) != binding.OK:
             raise ValueError(f"the sizes of {len(stack.layers)} layers do not fit hidden_size={self._hidden_size}")
         self._head = _describe_linear(stack.head)
-        self._head_row_bytes = self._library.serve_quantized_row_bytes(stack.head.num_in)
+        self._head_row_bytes = self._library.serve_quantized_row_bytes(stack.head.num_in, self._head.activations)
         self._step = descriptions.StepInputs()
         self._fault = binding.Fault()
         self._kv_caches: list[KVCache] | None = None
@@ -200,7 +200,7 @@ def _describe_linear(layer: LinearParts) -> descriptions.LinearLayer:
         part.bias = None if layer.bias is None else layer.bias.data_ptr() + first * 4
         part.num_out = weight.num_out
         first += weight.num_out
-    return descriptions.LinearLayer(parts, len(parts), layer.num_in)
+    return descriptions.LinearLayer(parts, len(parts), layer.num_in, int(layer.int8_activations))
 
 
 def build_stack(stack: Stack) -> CpuStack | None:

@@ -52,14 +52,18 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """A layer on the blocks of the file; its parts, of one type each, give their outputs side by side."""
+    """A layer on the blocks of the file; its parts, of one type each, give their outputs side by side.
+
+    int8_activations  as for ops.linear_quantized
+    """
 
     parts: tuple[QuantizedWeight, ...]
     bias: Tensor | None = None
+    int8_activations: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [num_tokens, in_features] to [num_tokens, out_features]."""
-        return ops.linear_quantized(x, self.parts, self.bias)
+        return ops.linear_quantized(x, self.parts, self.bias, int8_activations=self.int8_activations)
 
 
 def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> LinearLayer:
@@ -68,7 +72,7 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     added = loader.parameter(*(f"{prefix}.bias" for prefix in prefixes)) if bias else None
     parts = loader.quantized(*names)
     if parts is not None:
-        return QuantizedLinear(parts, added)
+        return QuantizedLinear(parts, added, loader.int8_activations)
     packed = loader.packed(*names)
     return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)
 
@@ -78,5 +82,5 @@ def kernel_parts(layer: LinearLayer) -> LinearParts | None:
     if isinstance(layer, PackedLinear):
         return LinearParts((layer.weight,), layer.bias)
     if isinstance(layer, QuantizedLinear) and all(part.input_order is None for part in layer.parts):
-        return LinearParts(layer.parts, layer.bias)
+        return LinearParts(layer.parts, layer.bias, layer.int8_activations)
     return None

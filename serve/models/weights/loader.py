@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,8 @@ from serve.models.weights.names import is_ignored
 from serve.models.weights.packed_cache import CacheEntry
 from serve.models.weights.quantized_safetensors import QuantizedSafetensorsSource
 from serve.models.weights.safetensors import SafetensorsSource
+
+log = logging.getLogger(__name__)
 
 _MAX_NAMED: Final = 8
 _MAX_THREADS: Final = 8
@@ -147,6 +150,7 @@ class ParameterLoader:
 
     dtype         the compute type, which single numbers and vectors get
     weight_dtype  the type that every parameter is rounded to first; None keeps each matrix as the file has it
+    int8_activations  what layers on quantised weights are made with; a warning says when there are none
     A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
@@ -158,9 +162,12 @@ class ParameterLoader:
         device: torch.device,
         weight_dtype: torch.dtype | None = None,
         cache: CacheEntry | None = None,
+        int8_activations: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
+        self.int8_activations = int8_activations
+        self._has_quantized = False
         self._source = source
         self._weight_dtype = weight_dtype
         self._cache = cache
@@ -173,8 +180,14 @@ class ParameterLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        if self._cache is not None and error is None:
+        if error is not None:
+            return
+        if self._cache is not None:
             self._cache.finish()
+        if self.int8_activations and not self._has_quantized:
+            log.warning(
+                "--cpu-activations int8 has no effect: no layer of this model is computed on quantised weights here"
+            )
 
     def parameter(self, *names: str) -> Tensor:
         """Load one tensor in the compute type, or several as one with their rows one after the other."""
@@ -216,7 +229,9 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
-        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+        found = self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+        self._has_quantized |= found is not None
+        return found
 
     def _through_cache(
         self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
