@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,7 +110,8 @@ def is_close(exact: torch.Tensor, actual: torch.Tensor, token_ids: list[int], *,
     gap = divergence(exact, actual)
     same = float((exact.argmax(dim=1) == actual.argmax(dim=1)).float().mean())
     ratio = perplexity(actual, token_ids) / perplexity(exact, token_ids)
-    print(f"divergence {gap:.2e}, same first choice {same:.4f}, perplexity x {ratio:.6f}")
+    figures = f"divergence {gap:.2e}, same first choice {same:.4f}, perplexity x {ratio:.6f}\n"
+    sys.stdout.write(figures)  # which pytest shows with -s
     if int8:
         return gap < INT8_LIMIT and same >= 0.9 and abs(ratio - 1) < 3e-2
     return gap < EXACT_LIMIT and same >= 0.995 and abs(ratio - 1) < 5e-4

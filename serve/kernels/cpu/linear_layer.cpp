@@ -37,7 +37,7 @@ void run_tiles(const LinearPart& part, const LinearLayer& layer, const LayerInpu
 
 bool is_sound(const LinearLayer& layer) {
   if (layer.num_parts <= 0 || layer.num_in < 0) return false;
-  if (layer.activations != kExact && layer.activations != kInt8) return false;
+  if (layer.activations != kExact && layer.activations != kByte) return false;
   for (int64_t i = 0; i < layer.num_parts; i++) {
     const LinearPart& part = layer.parts[i];
     if (part.weight == nullptr || part.num_out < 0) return false;

@@ -167,7 +167,7 @@ void tiles(const QuantizedProduct& p, int64_t begin, int64_t end) {
 
 void quantized_tiles(const QuantizedProduct& product, int64_t begin, int64_t end) {
   with_tile(product.type, [&](auto tile) {
-    if (product.activations == kInt8) {
+    if (product.activations == kByte) {
       tiles<ByteForm, decltype(tile)>(product, begin, end);
     } else {
       tiles<ExactForm, decltype(tile)>(product, begin, end);

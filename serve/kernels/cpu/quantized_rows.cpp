@@ -132,11 +132,11 @@ void quantize(const float* x, uint8_t* row, int64_t num_in) {
 }  // namespace
 
 int64_t quantized_row_bytes(int64_t num_in, int32_t activations) {
-  return activations == kInt8 ? ByteRows{nullptr, num_in}.stride() : ExactRows{nullptr, num_in}.stride();
+  return activations == kByte ? ByteRows{nullptr, num_in}.stride() : ExactRows{nullptr, num_in}.stride();
 }
 
 void quantize_row(const float* x, uint8_t* row, int64_t num_in, int32_t activations) {
-  if (activations == kInt8) return quantize<ByteRows>(x, row, num_in);
+  if (activations == kByte) return quantize<ByteRows>(x, row, num_in);
   quantize<ExactRows>(x, row, num_in);
 }
 

@@ -1,7 +1,7 @@
 // Rows of activations as integers, each 32 inputs with one scale.
 //
 // kExact: 16-bit integers, 256 times finer than the usual 8 bits, so that what is lost is below what
-// float32 sums lose. kInt8: the usual 8 bits, for speed.
+// float32 sums lose. kByte: the usual 8 bits, for speed.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace serve {
 
 // Numbered as in quantized_weight.py.
-enum Activations : int32_t { kExact = 0, kInt8 = 1 };
+enum Activations : int32_t { kExact = 0, kByte = 1 };
 
 // What goes with 32 integers of a row. Groups of 32 use entry 0, groups of 16 entries 1 and 2.
 struct BlockInfo {

@@ -28,7 +28,7 @@ struct Shape {
   static constexpr int kCentre = kCentre_;
 };
 
-// A form of multiplication: kExact or kInt8. TileShape is what a tile gives, PanelShape a panel.
+// A form of multiplication: kExact or kByte. TileShape is what a tile gives, PanelShape a panel.
 struct ExactForm {
   typedef ExactRows Rows;
   template <typename T>
