@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 export PYTHON
 
-.PHONY: help setup serve test test-fuzz test-clients test-kl check clean
+.PHONY: help setup serve test test-fuzz test-clients test-kl test-aarch64 test-sanitized check clean
 
 help:
 	@echo "make serve   install into .venv and start the server with the built-in model (ARGS='...' adds flags)"
@@ -11,6 +11,8 @@ help:
 	@echo "make test-fuzz     fuzz every route with bodies made from /openapi.json (ARGS goes to pytest)"
 	@echo "make test-clients  run the lm-eval harness against a server, in an environment of its own"
 	@echo "make test-kl       compare quantised weights of every type with float32 over 1,000 tokens (ARGS goes to pytest)"
+	@echo "make test-aarch64    run all kernel tests on the AArch64 libraries, emulated (a fifth of them runs in make test)"
+	@echo "make test-sanitized  run the kernel tests with address and undefined-behaviour sanitizers"
 	@echo "make check   formatting, lint, types, generated docs"
 	@echo "make clean   remove .venv and build results"
 
@@ -31,6 +33,14 @@ test-clients:
 
 test-kl:
 	@scripts/test-kl $(ARGS)
+
+test-aarch64:
+	@scripts/system-packages
+	@SERVE_TEST_EMULATED=all scripts/test tests/kernels -k aarch64 $(ARGS)
+
+test-sanitized:
+	@scripts/setup test
+	@scripts/test-sanitized $(ARGS)
 
 check:
 	@scripts/check

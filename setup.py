@@ -22,14 +22,28 @@ COMMON_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
-X86_MACHINES = {"x86_64", "AMD64", "amd64"}
+DOTPROD_FLAGS = ["-march=armv8.2-a+dotprod"]
+# Family of processors, as compilers call it -> library -> flags. The portable one runs on the whole family.
+VARIANTS = {
+    "x86_64": {"portable": [], "avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS, "avx512vnni": VNNI_FLAGS},
+    "aarch64": {"portable": [], "dotprod": DOTPROD_FLAGS},
+}
+FAMILY_NAMES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-def variants() -> dict[str, list[str]]:
-    """Map each library of this machine's processor family to its compiler flags."""
-    if platform.machine() in X86_MACHINES:
-        return {"portable": [], "avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS, "avx512vnni": VNNI_FLAGS}
-    return {"portable": []}
+def processor_family(compiler: list[str]) -> str:
+    """Give the family that a compiler compiles for, which need not be this machine's."""
+    try:
+        done = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=True)
+        name = done.stdout.split("-")[0]
+    except (OSError, IndexError, subprocess.CalledProcessError):
+        name = platform.machine().lower()
+    return FAMILY_NAMES.get(name, name)
+
+
+def variants(compiler: list[str]) -> dict[str, list[str]]:
+    """Map each library to its compiler flags."""
+    return VARIANTS.get(processor_family(compiler), {"portable": []})
 
 
 def find_compiler() -> list[str] | None:
@@ -42,6 +56,11 @@ def find_compiler() -> list[str] | None:
         if path:
             return [path]
     return None
+
+
+def extra_flags() -> list[str]:
+    """Give the flags that the environment adds to every command, as builders of packages expect."""
+    return shlex.split(os.environ.get("CXXFLAGS", ""))
 
 
 def is_current(target: Path, parts: list[Path]) -> bool:
@@ -90,6 +109,8 @@ class BuildKernels(Command):
         self.variants = ""
         self.build_lib: str | None = None
         self.build_temp: str | None = None
+        self.compiler: list[str] = []
+        self.flags: dict[str, list[str]] = {}
         self.editable_mode = False
 
     def finalize_options(self) -> None:
@@ -102,13 +123,14 @@ class BuildKernels(Command):
         if compiler is None:
             self.warn_about("no C++ compiler found")
             return
-        wanted = self.variants.split(",") if self.variants else list(variants())
+        self.compiler, self.flags = compiler, variants(compiler)
+        wanted = self.variants.split(",") if self.variants else list(self.flags)
         sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
-        with ThreadPoolExecutor() as pool:
-            jobs = {name: [pool.submit(self.compile, compiler, source, name) for source in sources] for name in wanted}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = {name: [pool.submit(self.compile, source, name) for source in sources] for name in wanted}
             problems = {name: [problem for job in jobs[name] if (problem := job.result())] for name in wanted}
         for name in wanted:
-            problem = problems[name][0] if problems[name] else self.link(compiler, name, sources)
+            problem = problems[name][0] if problems[name] else self.link(name, sources)
             if problem:
                 self.warn_about(f"the {name} build failed:\n{problem}")
 
@@ -124,17 +146,17 @@ class BuildKernels(Command):
         assert self.build_temp is not None, "finalize_options runs first"
         return Path(self.build_temp) / "kernels" / name / f"{source.stem}.o"
 
-    def compile(self, compiler: list[str], source: Path, name: str) -> str | None:
+    def compile(self, source: Path, name: str) -> str | None:
         """Build one object file unless it is current; give the reason when that fails."""
         target = self.object_path(source, name)
         listing = target.with_suffix(".d")
         if is_current(target, [source, *read_parts(listing)]):
             return None
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*COMMON_FLAGS, *variants()[name], "-MMD", "-MF", str(listing)]
-        return run_compiler([*compiler, *flags, "-c", str(source)], target)
+        flags = [*COMMON_FLAGS, *self.flags[name], *extra_flags(), "-MMD", "-MF", str(listing)]
+        return run_compiler([*self.compiler, *flags, "-c", str(source)], target)
 
-    def link(self, compiler: list[str], name: str, sources: list[Path]) -> str | None:
+    def link(self, name: str, sources: list[Path]) -> str | None:
         """Join the object files of a variant to its library unless that is current; give the reason for a failure."""
         folder = self.output_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +164,7 @@ class BuildKernels(Command):
         objects = [self.object_path(source, name) for source in sources]
         if is_current(target, objects):
             return None
-        return run_compiler([*compiler, *map(str, objects), "-shared", "-pthread"], target)
+        return run_compiler([*self.compiler, *map(str, objects), *extra_flags(), "-shared", "-pthread"], target)
 
     def warn_about(self, problem: str) -> None:
         """Say on stderr that the package will be slower than it could be."""
@@ -156,7 +178,8 @@ class BuildKernels(Command):
 
     def get_outputs(self) -> list[str]:
         """List the libraries in the build folder."""
-        return [str(self.output_folder() / f"serve_cpu_{name}.so") for name in variants()]
+        names = variants(find_compiler() or [])
+        return [str(self.output_folder() / f"serve_cpu_{name}.so") for name in names]
 
     def get_output_mapping(self) -> dict[str, str]:
         """Map nothing: an editable install finds the libraries beside the sources."""

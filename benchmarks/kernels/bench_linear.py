@@ -1,4 +1,4 @@
-"""Time of the linear layers on packed float32 weights, beside torch's own product.
+"""Time of the linear layers on packed weights of each type, beside torch's own product in float32.
 
     python -m benchmarks.kernels.bench_linear [--threads N] [--quick]
 
@@ -10,6 +10,7 @@ median and spread of the runs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve.kernels import ops
+from serve.kernels.packed_weight import PACKED_TYPES
 
 WORKING_SET_BYTES = 256 << 20
 NUM_RUNS = 7
@@ -45,17 +47,19 @@ def run_shape(num_out: int, num_in: int, rows: list[int], num_layers: int) -> li
     """Time one shape for each number of rows and print a line each."""
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(num_out, num_in, generator=generator) for _ in range(num_layers)]
-    packed = [ops.pack_linear(weight) for weight in plain]
     results: list[dict[str, object]] = []
-    for num_rows in rows:
+    for dtype, num_rows in itertools.product(PACKED_TYPES, rows):
+        packed = [ops.pack_linear(weight.to(dtype)) for weight in plain]
+        name = str(dtype).removeprefix("torch.")
         x = torch.randn(num_rows, num_in, generator=generator)
-        own = time_layers(lambda layer, x=x: ops.linear(x, packed[layer]), num_layers)  # type: ignore[misc]
+        own = time_layers(lambda layer, x=x, packed=packed: ops.linear(x, packed[layer]), num_layers)  # type: ignore[misc]
         torch_us = statistics.median(time_layers(lambda layer, x=x: F.linear(x, plain[layer]), num_layers))  # type: ignore[misc]
         median = statistics.median(own)
         size = num_out * num_in
         print(
-            f"{num_out:5} x {num_in:<5} rows={num_rows:<4} {median:9.1f} us (min {min(own):.1f}, max {max(own):.1f})  "
-            f"{4 * size / median / 1e3:5.1f} GB/s {2 * size * num_rows / median / 1e3:6.1f} GFLOP/s  "
+            f"{num_out:5} x {num_in:<5} {name:8} rows={num_rows:<4} {median:9.1f} us "
+            f"(min {min(own):.1f}, max {max(own):.1f})  "
+            f"{dtype.itemsize * size / median / 1e3:5.1f} GB/s {2 * size * num_rows / median / 1e3:6.1f} GFLOP/s  "
             f"torch {torch_us:.1f} us",
             flush=True,
         )
@@ -63,6 +67,7 @@ def run_shape(num_out: int, num_in: int, rows: list[int], num_layers: int) -> li
             {
                 "num_out": num_out,
                 "num_in": num_in,
+                "weights": name,
                 "rows": num_rows,
                 "us": round(median, 1),
                 "torch": round(torch_us, 1),

@@ -214,16 +214,24 @@ def load_tokenizer(checkpoint: Checkpoint, override: str | None) -> Tokenizer:
     if override is not None:
         parts = _load_path(Path(override))
     elif checkpoint.format == "gguf":
-        parts = build_gguf_tokenizer(read_gguf_header(checkpoint.weight_files[0]).metadata)
+        parts = _from_gguf(checkpoint.weight_files[0])
     else:
         parts = load_folder(Path(checkpoint.root))
     default_eos_id = checkpoint.eos_token_ids[0] if checkpoint.eos_token_ids else None
     return FastTokenizer(parts, default_eos_id)
 
 
+def _from_gguf(path: str | Path) -> TokenizerParts:
+    metadata = read_gguf_header(path).metadata
+    try:
+        return build_gguf_tokenizer(metadata)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.exit_code) from error
+
+
 def _load_path(path: Path) -> TokenizerParts:
     if path.suffix == ".gguf" and path.is_file():
-        return build_gguf_tokenizer(read_gguf_header(path).metadata)
+        return _from_gguf(path)
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
         raise ConfigError(f"--tokenizer {path} is not a folder with tokenizer files", ExitCode.MODEL)

@@ -10,7 +10,8 @@ def runnable_variants() -> list[tuple[str, int]]:
     if not portable.exists():
         return []
     level = binding.open_library(portable).serve_cpu_level()
-    return [variant for variant in binding.VARIANTS if variant[1] <= level]
+    built = [v for v in binding.VARIANTS if (binding.FOLDER / f"serve_cpu_{v[0]}.so").exists()]
+    return [variant for variant in built if variant[1] <= level]
 
 
 VARIANTS = runnable_variants()

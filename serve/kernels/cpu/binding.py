@@ -9,7 +9,7 @@ from pathlib import Path
 # Raised together with kAbiVersion in library.cpp.
 ABI_VERSION = 9
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
-VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("portable", 0))
+VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("dotprod", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
 FOLDER = Path(__file__).parent
 

@@ -1,5 +1,10 @@
 // What the loader asks of the library itself.
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "entry_points.h"
 #include "pool.h"
 
@@ -12,8 +17,8 @@ constexpr int32_t kAbiVersion = 9;
 
 SERVE_API int32_t serve_abi_version() { return kAbiVersion; }
 
-// 3: this processor runs the AVX512 build with VNNI, 2: the one without, 1: the AVX2 build, 0: the
-// portable one only.
+// x86: 3: this processor runs the AVX512 build with VNNI, 2: the one without, 1: the AVX2 build.
+// AArch64: 1: the build with dot products. 0: the portable build only.
 SERVE_API int32_t serve_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -23,6 +28,8 @@ SERVE_API int32_t serve_cpu_level() {
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!has_avx2 || !has_avx512) return has_avx2 ? 1 : 0;
   return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+#elif defined(__aarch64__) && defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0 ? 1 : 0;
 #else
   return 0;
 #endif

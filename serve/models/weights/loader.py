@@ -142,7 +142,8 @@ def _check_parameters(checkpoint: Checkpoint, expected: Mapping[str, Shape], fou
 
 def _mismatch(checkpoint: Checkpoint, problem: str, names: list[str]) -> ConfigError:
     shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
-    return ConfigError(f"{checkpoint.root}: {problem}: {shown}", ExitCode.MODEL)
+    place = checkpoint.weight_files[0] if checkpoint.format == "gguf" else checkpoint.root
+    return ConfigError(f"{place}: {problem}: {shown}", ExitCode.MODEL)
 
 
 class ParameterLoader:
