@@ -117,4 +117,6 @@ def dtype_description(name: str, checkpoint: Checkpoint, device: torch.device) -
     """Say which type activations have and, where it is another, which type weights have."""
     compute = str(compute_dtype(name, checkpoint, device)).removeprefix("torch.")
     weights = checkpoint.arch.checkpoint_dtype if name == "auto" else name
+    if checkpoint.quantization is not None and name == "auto":
+        weights = checkpoint.quantization.description
     return compute if weights == compute else f"{compute} (weights {weights})"

@@ -62,6 +62,9 @@ SERVE_API void serve_quantized_linear(int32_t type, const uint8_t* rows, const u
 SERVE_API int64_t serve_quantized_bytes(int32_t type, int64_t num_in, int64_t num_out);
 SERVE_API void serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
                                     uint8_t* packed, int64_t num_in, int64_t num_out);
+SERVE_API void serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
+                                 const uint8_t* zeros, uint8_t* packed, int64_t num_in,
+                                 int64_t num_out);
 SERVE_API int32_t serve_quantized_rows(int32_t type, const uint8_t* packed, const int64_t* indices,
                                        int64_t count, float* out, int64_t num_in, int64_t num_out,
                                        serve::Fault* fault);

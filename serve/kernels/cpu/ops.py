@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
-from serve.kernels.block_formats import TILE_FORMATS
+from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
 from serve.kernels.cpu import binding, descriptions, faults
 from serve.kernels.cpu.stack import build_stack
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
@@ -168,18 +168,34 @@ def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
 
 def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
-    return type_name in TILE_FORMATS and dtype == torch.float32
+    return (type_name in TILE_FORMATS or type_name in AFFINE_FORMATS) and dtype == torch.float32
 
 
 def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks; see the twin."""
     if isinstance(blocks, AffineBlocks):
-        return reference.pack_quantized(blocks)
+        return _pack_affine(blocks)
     checks.check_blocks(blocks)
     rows = blocks.rows.contiguous()
     weight = empty_quantized_weight(blocks.type_name, rows.shape[0], blocks.num_in)
     binding.library().serve_pack_quantized(
         weight.format.number, rows.data_ptr(), rows.shape[1], weight.data.data_ptr(), weight.num_in, weight.num_out
+    )
+    return weight
+
+
+def _pack_affine(blocks: AffineBlocks) -> QuantizedWeight:
+    checks.check_affine_blocks(blocks)
+    codes, scales, zeros = blocks.codes.contiguous(), blocks.scales.contiguous(), blocks.zeros.contiguous()
+    weight = empty_quantized_weight(blocks.type_name, codes.shape[0], codes.shape[1], blocks.input_order)
+    binding.library().serve_pack_affine(
+        weight.format.number,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        zeros.data_ptr(),
+        weight.data.data_ptr(),
+        weight.num_in,
+        weight.num_out,
     )
     return weight
 
@@ -194,18 +210,18 @@ def linear_quantized(
     threads. A row with an input that is not finite is not a number in every output.
     """
     checks.check_linear_quantized(x, parts, bias)
-    library = binding.library()
     num_rows, num_in = x.shape
-    rows = x if x.stride(1) == 1 else x.contiguous()
-    # int64: the integers and floats inside need alignment.
-    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in, int8_activations) // 8, dtype=torch.int64)
-    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations)
     num_out = sum(part.num_out for part in parts)
     out = torch.empty((num_rows, num_out))
     plain_bias = None if bias is None else bias.contiguous()
+    order = parts[0].input_order
+    codes = _quantize_rows(x, order, int8_activations)
     first = 0
     for part in parts:
-        library.serve_quantized_linear(
+        if part.input_order is not order:
+            order = part.input_order
+            codes = _quantize_rows(x, order, int8_activations)
+        binding.library().serve_quantized_linear(
             part.format.number,
             codes.data_ptr(),
             part.data.data_ptr(),
@@ -219,6 +235,18 @@ def linear_quantized(
         )
         first += part.num_out
     return out
+
+
+def _quantize_rows(x: Tensor, order: Tensor | None, int8_activations: bool) -> Tensor:
+    """Round rows of x, their inputs in the order given, to integers for serve_quantized_linear."""
+    rows = x if order is None else x.index_select(1, order)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    library = binding.library()
+    num_rows, num_in = rows.shape
+    # int64: the integers and floats inside need alignment.
+    codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in, int8_activations) // 8, dtype=torch.int64)
+    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations)
+    return codes
 
 
 def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
@@ -239,7 +267,7 @@ def quantized_rows(weight: QuantizedWeight, indices: Tensor) -> Tensor:
     )
     if status != binding.OK:
         raise checks.row_error(fault.a, fault.b, weight.num_out)
-    return out
+    return weight.in_input_order(out)
 
 
 def kv_write(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -1,4 +1,5 @@
-// From the blocks of GGUF files to tiles (quantized_tile.h), and back to single rows of floats.
+// From the blocks of GGUF files, or whole numbers in rows, to tiles (quantized_tile.h), and back to
+// single rows of floats.
 //
 // Source: block layouts of ggml (ggml-common.h, ggml-quants.c).
 
@@ -211,6 +212,44 @@ void pack_tile(const uint8_t* rows, int64_t row_bytes, TakeBlock take, int num_r
   }
 }
 
+// A matrix of whole numbers in rows: num_out of num_in codes, a scale and a zero point for each group.
+struct AffineRows {
+  const uint8_t* codes;
+  const float* scales;
+  const uint8_t* zeros;
+  int64_t num_in;
+  int64_t num_out;
+};
+
+template <typename T>
+void pack_affine_tile(const AffineRows& rows, int64_t first, uint8_t* tile) {
+  constexpr int kUnitInputs = kBlockInputs * T::kUnitBlocks;
+  constexpr uint8_t kFlip = T::kLow == 8 ? 0x80 : 0;  // to a signed code
+  const int64_t num_units = rows.num_in / kUnitInputs;
+  std::memset(tile, 0, (size_t)T::tile_bytes(rows.num_in));
+  for (int lane = 0; lane < std::min<int64_t>(kLanes, rows.num_out - first); lane++) {
+    const int64_t row = first + lane;
+    const uint8_t* source = rows.codes + row * rows.num_in;
+    for (int64_t u = 0; u < num_units; u++) {
+      uint8_t* unit = tile + u * T::kUnitBytes;
+      std::memcpy(unit + lane * sizeof(float), rows.scales + row * num_units + u, sizeof(float));
+      unit[T::kZeros + lane] = rows.zeros[row * num_units + u] ^ kFlip;
+      for (int b = 0; b < T::kUnitBlocks; b++) {
+        uint8_t codes[kBlockInputs];
+        for (int i = 0; i < kBlockInputs; i++) codes[i] = *source++ ^ kFlip;
+        put_codes<T>(codes, lane, unit + T::kHeadBytes + b * T::kBlockBytes);
+      }
+    }
+  }
+}
+
+template <typename PackTile>
+void for_tiles(int64_t num_out, const PackTile& pack_tile) {
+  parallel_for((num_out + kLanes - 1) / kLanes, kMinRangeTiles, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) pack_tile(t);
+  });
+}
+
 template <typename T>
 int code_at(const uint8_t* block, int lane, int input) {
   const int quad = quad_of(input / 2);
@@ -230,11 +269,16 @@ void unpack_lane(const uint8_t* tile, int lane, int64_t num_in, float* out) {
     const uint8_t* head = T::head(tile, b);
     const uint8_t* block = T::block(tile, b);
     for (int group = 0; group < T::kGroups; group++) {
-      float scales[kLanes], minimums[kLanes] = {};
+      float scales[kLanes], zeros[kLanes] = {}, minimums[kLanes] = {};
       store(scales, T::scale(head, block, group));
-      if constexpr (T::kHasMinimum) store(minimums, T::minimum(head, block, group));
+      if constexpr (T::kIsAffine) {
+        store(zeros, T::zero(head));
+      } else if constexpr (T::kHasMinimum) {
+        store(minimums, T::minimum(head, block, group));
+      }
       for (int i = group * T::kGroup; i < (group + 1) * T::kGroup; i++) {
-        out[b * kBlockInputs + i] = scales[lane] * (float)code_at<T>(block, lane, i) + minimums[lane];
+        const float code = (float)code_at<T>(block, lane, i) - zeros[lane];
+        out[b * kBlockInputs + i] = scales[lane] * code + minimums[lane];
       }
     }
   }
@@ -264,20 +308,37 @@ SERVE_API int64_t serve_quantized_bytes(int32_t type, int64_t num_in, int64_t nu
   return num_bytes;
 }
 
-// Repacks rows of a file's blocks, row_bytes apart, into tiles of serve_quantized_bytes.
+// Repacks rows of a file's blocks, row_bytes apart, into tiles of serve_quantized_bytes. No file has
+// blocks of the affine types: serve_pack_affine makes those.
 SERVE_API void serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
                                     uint8_t* packed, int64_t num_in, int64_t num_out) {
   using namespace serve;
   with_tile(type, [&](auto tile) {
     typedef decltype(tile) T;
-    const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;
-    parallel_for(num_tiles, kMinRangeTiles, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; t++) {
+    if constexpr (!T::kIsAffine) {
+      for_tiles(num_out, [&](int64_t t) {
         const int num_rows = (int)std::min<int64_t>(kLanes, num_out - t * kLanes);
         pack_tile<T>(rows + t * kLanes * row_bytes, row_bytes, kTakeBlock[type], num_rows, num_in,
                      packed + t * T::tile_bytes(num_in));
-      }
-    });
+      });
+    }
+  });
+}
+
+// Packs codes [num_out][num_in], and scales and zero points of each group of inputs of a row, into
+// tiles of an affine type of serve_quantized_bytes.
+SERVE_API void serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
+                                 const uint8_t* zeros, uint8_t* packed, int64_t num_in,
+                                 int64_t num_out) {
+  using namespace serve;
+  const AffineRows rows{codes, scales, zeros, num_in, num_out};
+  with_tile(type, [&](auto tile) {
+    typedef decltype(tile) T;
+    if constexpr (T::kIsAffine) {
+      for_tiles(num_out, [&](int64_t t) {
+        pack_affine_tile<T>(rows, t * kLanes, packed + t * T::tile_bytes(num_in));
+      });
+    }
   });
 }
 

@@ -1,5 +1,5 @@
-// How quantised weights lie in memory: the blocks of GGUF files, nothing lost, in the order that
-// vector units read them.
+// How quantised weights lie in memory: the blocks of GGUF files and the whole numbers of others, nothing
+// lost, in the order that vector units read them.
 //
 // A tile is sixteen outputs by all inputs, cut into units of one block (32 inputs) or, for the
 // K types, of eight. A unit of a K type begins with a factor (and a factor of minimums) in float16
@@ -39,6 +39,12 @@ enum TileType : int32_t {
   kQ4_K = 7,
   kQ5_K = 8,
   kQ6_K = 9,
+  kAffine4_32 = 10,
+  kAffine4_64 = 11,
+  kAffine4_128 = 12,
+  kAffine8_32 = 13,
+  kAffine8_64 = 14,
+  kAffine8_128 = 15,
 };
 
 // Where a pair of columns lies: the quad, and the byte (0 or 1) of each 16-bit word.
@@ -57,6 +63,7 @@ struct Tile {
   static constexpr int kOffset = kOffset_;
 
   static constexpr uint16_t kHighMask = ((1 << kHigh) - 1) << 4;
+  static constexpr bool kIsAffine = false;
   static constexpr bool kIsSuper = kUnitBlocks > 1;
   static constexpr bool kSignedScale = !kHasMinimum;  // of K types
   static constexpr int kGroups = kBlockInputs / kGroup;
@@ -142,6 +149,42 @@ struct Tile {
   }
 };
 
+// Whole numbers of kLow_ bits as AWQ, GPTQ and others store them: value = scale * (code - zero). A unit
+// begins with sixteen float32 scales and sixteen zero points of a byte (signed where codes are), which
+// hold for all of its kUnitBlocks_ blocks.
+template <int kLow_, int kUnitBlocks_>
+struct AffineTile : Tile<kLow_, 0, kBlockInputs, kUnitBlocks_, true, 0> {
+  static constexpr int kUnitBlocks = kUnitBlocks_;
+  static constexpr bool kIsAffine = true;
+  static constexpr bool kIsSuper = false;
+  static constexpr int kBlockBytes = kLanes * kBlockInputs * kLow_ / 8;
+  static constexpr int kZeros = kLanes * (int)sizeof(float);
+  static constexpr int kHeadBytes = kZeros + kLanes;
+  static constexpr int kUnitBytes = kHeadBytes + kUnitBlocks * kBlockBytes;
+
+  static int64_t tile_bytes(int64_t num_in) {
+    return num_in / (kBlockInputs * kUnitBlocks) * kUnitBytes;
+  }
+
+  static const uint8_t* head(const uint8_t* tile, int64_t index) {
+    return tile + (uint64_t)index / kUnitBlocks * kUnitBytes;
+  }
+
+  static const uint8_t* block(const uint8_t* tile, int64_t index) {
+    return head(tile, index) + kHeadBytes + (uint64_t)index % kUnitBlocks * kBlockBytes;
+  }
+
+  SERVE_INLINE static Lanes scale(const uint8_t* head, const uint8_t*, int) {
+    return load((const float*)head);
+  }
+
+  SERVE_INLINE static Lanes zero(const uint8_t* head) { return load_bytes(head + kZeros, kLow_ == 8); }
+
+  SERVE_INLINE static Lanes minimum(const uint8_t* head, const uint8_t* block, int group) {
+    return splat(0.0f) - zero(head) * scale(head, block, group);
+  }
+};
+
 // Calls function with the Tile that belongs to a type; false for a number that is none.
 template <typename Function>
 inline bool with_tile(int32_t type, Function&& function) {
@@ -156,6 +199,12 @@ inline bool with_tile(int32_t type, Function&& function) {
     case kQ4_K: function(Tile<4, 0, 32, 8, true, 0>()); return true;
     case kQ5_K: function(Tile<4, 1, 32, 8, true, 0>()); return true;
     case kQ6_K: function(Tile<4, 2, 16, 8, false, 32>()); return true;
+    case kAffine4_32: function(AffineTile<4, 1>()); return true;
+    case kAffine4_64: function(AffineTile<4, 2>()); return true;
+    case kAffine4_128: function(AffineTile<4, 4>()); return true;
+    case kAffine8_32: function(AffineTile<8, 1>()); return true;
+    case kAffine8_64: function(AffineTile<8, 2>()); return true;
+    case kAffine8_128: function(AffineTile<8, 4>()); return true;
     default: return false;
   }
 }

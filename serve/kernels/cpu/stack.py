@@ -205,14 +205,22 @@ def _describe_linear(layer: LinearParts) -> descriptions.LinearLayer:
 
 def build_stack(stack: Stack) -> CpuStack | None:
     """Make a runner, or None for tensors that the library does not take as they are."""
-    tensors: list[Tensor | None] = [stack.norm, stack.cos_sin, stack.head.bias]
+    tensors: list[Tensor | None] = [stack.norm, stack.cos_sin]
+    linears = [stack.head]
     for layer in stack.layers:
         tensors += [layer.input_norm, layer.post_attention_norm, layer.q_norm, layer.k_norm]
-        tensors += [linear.bias for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        linears += [layer.qkv, layer.out, layer.gate_up, layer.down]
+    tensors += [linear.bias for linear in linears]
     embedding = stack.embedding
     if isinstance(embedding, Tensor) and not (embedding.dtype in PACKED_TYPES and embedding.is_contiguous()):
         return None
+    if any(_reorders_inputs(linear) for linear in linears):
+        return None
     return CpuStack(stack) if all(x is None or _is_plain_float(x) for x in tensors) else None
+
+
+def _reorders_inputs(layer: LinearParts) -> bool:
+    return any(isinstance(weight, QuantizedWeight) and weight.input_order is not None for weight in layer.weights)
 
 
 def _is_plain_float(tensor: Tensor) -> bool:

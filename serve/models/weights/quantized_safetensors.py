@@ -55,6 +55,7 @@ class QuantizedSafetensorsSource:
             if not name.endswith(".bias") or is_parameter(name) or not self._is_empty_bias(name)
         }
         self._shapes |= {f"{name}.weight": matrix_shape(layer) for name, layer in self._layers.items()}
+        log.info("weights: %s, %d matrices", quantization.description, len(self._layers))
         if quantization.activations is not None:
             log.info(
                 "the checkpoint was made for activations in %s; they are not rounded to it here",
