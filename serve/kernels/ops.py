@@ -22,6 +22,7 @@ from serve.kernels.stack import Stack, StackRunner
 __all__ = [
     "add_rms_norm",
     "encoder_attention",
+    "int8_pays",
     "kv_write",
     "library_description",
     "linear",
@@ -71,6 +72,9 @@ class Ops(Protocol):
 
     def quantizes(self, type_name: str, dtype: torch.dtype) -> bool:
         """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
+
+    def int8_pays(self, type_name: str) -> bool:
+        """Tell whether 8-bit activations are faster with quantised blocks of a type."""
 
     def pack_quantized(self, blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
         """Repack a file's blocks."""
@@ -182,6 +186,11 @@ def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
 def quantizes(device_type: str, type_name: str, dtype: torch.dtype) -> bool:
     """Tell whether products with quantised blocks of a type pay on a device; else dequantise them at load."""
     return implementation(device_type).quantizes(type_name, dtype)
+
+
+def int8_pays(device_type: str, type_name: str) -> bool:
+    """Tell whether 8-bit activations are faster with quantised blocks of a type on a device."""
+    return implementation(device_type).int8_pays(type_name)
 
 
 def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:

@@ -100,6 +100,11 @@ def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     return False
 
 
+def int8_pays(type_name: str) -> bool:
+    """Tell whether 8-bit activations are faster with blocks of a type: never here."""
+    return False
+
+
 def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     """Repack a file's blocks, without loss."""
     if isinstance(blocks, AffineBlocks):

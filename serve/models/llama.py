@@ -229,7 +229,7 @@ def _build_ends(arch: ModelArch, loader: ParameterLoader) -> tuple[Embedding, Ou
     parts = loader.quantized(f"{prefix}.weight")
     if parts is not None:
         is_tied = arch.tie_word_embeddings
-        head = QuantizedLinear(parts, None, loader.int8_activations) if is_tied else load_linear(loader, "lm_head")
+        head = QuantizedLinear(parts, None, loader.takes_int8(parts)) if is_tied else load_linear(loader, "lm_head")
         return QuantizedEmbedding(parts[0]), OutputHead(head)
     if arch.tie_word_embeddings:
         return load_tied_embedding(loader, prefix)

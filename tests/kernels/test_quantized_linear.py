@@ -238,6 +238,12 @@ def test_blocks_that_are_not_whole_are_refused(every_ops: Ops) -> None:
         every_ops.pack_quantized(QuantizedBlocks(rows, "Q4_1", 96))
 
 
+def test_int8_activations_pay_for_codes_of_8_bits_only_with_sums_of_32_bits(library_ops: Ops) -> None:
+    assert all(library_ops.int8_pays(name) for name in TYPES if name != "Q8_0")
+    assert library_ops.int8_pays("Q8_0") == (binding.load_library().variant == "avx512vnni")
+    assert not reference.int8_pays("Q4_0")
+
+
 def test_blocks_are_kept_for_float32_where_the_library_is(library_ops: Ops) -> None:
     assert all(library_ops.quantizes(name, torch.float32) for name in TYPES)
     assert not library_ops.quantizes("Q4_1", torch.bfloat16)

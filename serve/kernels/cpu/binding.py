@@ -11,6 +11,8 @@ ABI_VERSION = 9
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("dotprod", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
+# Builds that add byte products in 32 bits, so that 8-bit activations pay for 8-bit codes too (int_lanes.h).
+WIDE_BYTE_SUMS = ("avx512vnni",)
 FOLDER = Path(__file__).parent
 
 OK = 0

@@ -30,18 +30,11 @@ SERVE_INLINE NativeInt splat_int(int32_t value) {
 #endif
 }
 
-// Gives every lane the four bytes at source. As a float they go from memory to all lanes in one
-// instruction that needs no arithmetic unit; GCC takes integers through a general register.
+// Gives every lane the four bytes at source.
 SERVE_INLINE NativeInt splat_bytes(const void* source) {
-#if defined(__AVX2__)
-  float bytes;
-  std::memcpy(&bytes, source, sizeof bytes);
-  return bit_cast<NativeInt>(splat_native(bytes));
-#else
   int32_t bytes;
   std::memcpy(&bytes, source, sizeof bytes);
   return splat_int(bytes);
-#endif
 }
 
 // Gives every lane the pair of columns at source.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from serve.kernels import checks, reference
-from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS
+from serve.kernels.block_formats import AFFINE_FORMATS, TILE_FORMATS, tile_format
 from serve.kernels.cpu import binding, descriptions, faults
 from serve.kernels.cpu.stack import build_stack
 from serve.kernels.kv_cache import AttentionMetadata, KVCache
@@ -169,6 +169,11 @@ def packed_rows(weight: PackedWeight, indices: Tensor) -> Tensor:
 def quantizes(type_name: str, dtype: torch.dtype) -> bool:
     """Tell whether products with quantised blocks of a type pay for activations of a dtype."""
     return (type_name in TILE_FORMATS or type_name in AFFINE_FORMATS) and dtype == torch.float32
+
+
+def int8_pays(type_name: str) -> bool:
+    """Tell whether 8-bit activations are faster with blocks of a type: codes of 8 bits are two products elsewhere."""
+    return tile_format(type_name).low_bits < 8 or binding.load_library().variant in binding.WIDE_BYTE_SUMS
 
 
 def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:

@@ -58,16 +58,19 @@ SERVE_INLINE void add_group(const Source& source, int64_t b, int group,
     const Native row_sum = splat_native(infos[r][b].scaled_sums[entry]);
     for (int i = 0; i < Source::kNatives; i++) {
       const Native value = __builtin_convertvector(sums[r][i], Native);
-      totals[r][i] = fma_native(value, scale[i] * row_scale, totals[r][i]);
-      if constexpr (S::kHasMinimum) totals[r][i] = fma_native(minimum[i], row_sum, totals[r][i]);
+      Native total = fma_native(value, scale[i] * row_scale, totals[r][i]);
+      if constexpr (S::kHasMinimum) total = fma_native(minimum[i], row_sum, total);
+      totals[r][i] = total;
     }
   }
 }
 
 // Adds the first num_blocks of a source to the totals of kRows rows; it begins at first_block of x.
+// Not inlined: so registers are given out for this loop alone.
 template <typename Source, int kRows, typename X>
-void add_blocks(const Source& source, const X& x, int64_t row, int64_t first_block, int64_t num_blocks,
-                Native (*totals)[Source::kNatives]) {
+__attribute__((noinline)) void add_blocks(const Source& source, const X& x, int64_t row,
+                                          int64_t first_block, int64_t num_blocks,
+                                          Native (*totals)[Source::kNatives]) {
   const typename X::Code* codes[kRows];
   const typename X::Info* infos[kRows];
   Native kept[kRows][Source::kNatives];

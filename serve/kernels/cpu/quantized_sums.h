@@ -144,8 +144,8 @@ SERVE_INLINE void add_up(const Source& source, int64_t b, int group, const int16
   typedef typename Source::Shape S;
   const int entry = S::kGroups == 1 ? 0 : 1 + group;
   for (int r = 0; r < kRows; r++) {
-    const NativeInt start = splat_int(S::kStart * infos[r][b].sums[entry]);
-    for (int i = 0; i < Source::kNatives; i++) sums[r][i] = S::kStart == 0 ? NativeInt{} : start;
+    const int32_t start = S::kStart * infos[r][b].sums[entry];
+    for (int i = 0; i < Source::kNatives; i++) sums[r][i] = start - NativeInt{};
   }
 #pragma GCC unroll 16
   for (int pair = group * S::kGroup / 2; pair < (group + 1) * S::kGroup / 2; pair++) {

@@ -72,7 +72,7 @@ def load_linear(loader: ParameterLoader, *prefixes: str, bias: bool = False) -> 
     added = loader.parameter(*(f"{prefix}.bias" for prefix in prefixes)) if bias else None
     parts = loader.quantized(*names)
     if parts is not None:
-        return QuantizedLinear(parts, added, loader.int8_activations)
+        return QuantizedLinear(parts, added, loader.takes_int8(parts))
     packed = loader.packed(*names)
     return PlainLinear(loader.parameter(*names), added) if packed is None else PackedLinear(packed, added)
 

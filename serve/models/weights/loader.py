@@ -151,7 +151,7 @@ class ParameterLoader:
 
     dtype         the compute type, which single numbers and vectors get
     weight_dtype  the type that every parameter is rounded to first; None keeps each matrix as the file has it
-    int8_activations  what layers on quantised weights are made with; a warning says when there are none
+    int8_activations  layers on quantised weights use them where they pay; a warning says when none does
     A context manager: leaving it ends the threads. What the cache has packed is not read from the source.
     """
 
@@ -167,8 +167,8 @@ class ParameterLoader:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.int8_activations = int8_activations
-        self._has_quantized = False
+        self._int8_activations = int8_activations
+        self._has_int8_layers = False
         self._source = source
         self._weight_dtype = weight_dtype
         self._cache = cache
@@ -185,9 +185,10 @@ class ParameterLoader:
             return
         if self._cache is not None:
             self._cache.finish()
-        if self.int8_activations and not self._has_quantized:
+        if self._int8_activations and not self._has_int8_layers:
             log.warning(
-                "--cpu-activations int8 has no effect: no layer of this model is computed on quantised weights here"
+                "--cpu-activations int8 has no effect: no layer of this model has quantised weights that it makes "
+                "faster here"
             )
 
     def parameter(self, *names: str) -> Tensor:
@@ -230,9 +231,14 @@ class ParameterLoader:
 
     def quantized(self, *names: str) -> tuple[QuantizedWeight, ...] | None:
         """Load matrices as blocks of the file, neighbours of one type as one; None when one is to be dequantised."""
-        found = self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
-        self._has_quantized |= found is not None
-        return found
+        return self._through_cache(QuantizedWeight, names, lambda: self._pack_quantized(names))
+
+    def takes_int8(self, parts: tuple[QuantizedWeight, ...]) -> bool:
+        """Tell whether a layer of these weights is to round its rows to 8 bits: asked for, and faster with some."""
+        pays = any(ops.int8_pays(self.device.type, part.type_name) for part in parts)
+        takes = self._int8_activations and pays
+        self._has_int8_layers |= takes
+        return takes
 
     def _through_cache(
         self, kind: type[_P], names: tuple[str, ...], pack: Callable[[], tuple[_P, ...] | None]
