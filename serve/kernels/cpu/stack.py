@@ -214,6 +214,9 @@ def build_stack(stack: Stack) -> CpuStack | None:
     embedding = stack.embedding
     if isinstance(embedding, Tensor) and not (embedding.dtype in PACKED_TYPES and embedding.is_contiguous()):
         return None
+    # The library reads the columns of an embedding row, and the inputs of a product, as they lie.
+    if isinstance(embedding, QuantizedWeight) and embedding.input_order is not None:
+        return None
     if any(_reorders_inputs(linear) for linear in linears):
         return None
     return CpuStack(stack) if all(x is None or _is_plain_float(x) for x in tensors) else None
