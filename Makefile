@@ -39,7 +39,6 @@ test-aarch64:
 	@SERVE_TEST_EMULATED=all scripts/test tests/kernels -k aarch64 $(ARGS)
 
 test-sanitized:
-	@scripts/setup test
 	@scripts/test-sanitized $(ARGS)
 
 check:

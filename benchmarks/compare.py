@@ -5,7 +5,7 @@
 
 Every round sends one workload at one concurrency to each server in turn, so that a drift of the machine's speed meets
 all of them; the first round warms up and is not counted. Figures are medians over the rounds. benchmarks/compare.md
-says how to start the peers. The picture needs matplotlib (pip install 'serve[benchmarks]'), nothing else does.
+says how to start the peers. The picture needs matplotlib (pip install matplotlib), nothing else does.
 """
 
 from __future__ import annotations

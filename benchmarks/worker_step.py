@@ -3,8 +3,9 @@
     python -m benchmarks.worker_step
 
 A model that returns prepared logits stands in for the real one; every request decodes one token a step. Times are CPU
-time of the one thread that computes, so that a busy machine does not count. The goals for greedy requests are 0.4 ms
-at batch 1 and 1 ms at batch 32. Prints one line a case and appends a JSON line to benchmarks/results/worker_step.jsonl.
+time of the one thread that computes, so that a busy machine does not count. What all of the engine core may take
+beside the model is in benchmarks.step_overhead. Prints one line a case and appends a JSON line to
+benchmarks/results/worker_step.jsonl.
 """
 
 from __future__ import annotations

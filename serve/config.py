@@ -156,8 +156,8 @@ class DeviceConfig:
 
     cpu_threads: int | None = flag(
         None,
-        "threads that compute (default: one a core, less one for the front end on more than two processors; two are "
-        "shared)",
+        "threads that compute (default: one a core; where a core is one processor and there are more than two, one "
+        "less, for the front end)",
         kind="count",
     )
     cpu_affinity: str | None = flag(

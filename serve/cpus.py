@@ -24,7 +24,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
         first = int(match[1]) if match else 0
         last = int(match[2] or first) if match else -1
         if last < first:
-            raise ConfigError(f"--cpu-affinity {text}: {part!r} is not a processor or a range; write it like 0-3,8")
+            raise ConfigError(f"--cpu-affinity {text!r}: {part!r} is not a processor or a range; write it like 0-3,8")
         cpus.extend(range(first, last + 1))
     if len(set(cpus)) < len(cpus):
         raise ConfigError(f"--cpu-affinity {text} names a processor twice; each takes one thread")

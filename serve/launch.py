@@ -263,15 +263,19 @@ async def start_engine(
 
     config is resolved. Raises ConfigError when the engine cannot start, StartCancelled when it was told not to.
     """
-    client = CoreClient(process.directory)
-    init = EngineInit(config, checkpoint, [client.input_address], [client.output_address])
     loop = asyncio.get_running_loop()
 
     def on_progress(stage: str) -> None:
         log.info("engine core: %s", stage)
 
-    ready = await loop.run_in_executor(None, process.shake_hands, init, ready_timeout, on_progress)
-    await client.wait_ready()
+    with contextlib.ExitStack() as undo:
+        client = CoreClient(process.directory)
+        # A client that is dropped with open sockets would hold up the end of the process for ever.
+        undo.callback(client.close)
+        init = EngineInit(config, checkpoint, [client.input_address], [client.output_address])
+        ready = await loop.run_in_executor(None, process.shake_hands, init, ready_timeout, on_progress)
+        await client.wait_ready()
+        undo.pop_all()
     return EngineHandle(process, client, ready)
 
 

@@ -235,7 +235,7 @@ class Scheduler:
         A prefix that many wait for is computed once. Nobody waits longer than it would take to compute the prefix
         again, and those behind go first meanwhile.
         """
-        if not self.waiting:
+        if not self.waiting or plan.budget.num_tokens <= 0 or len(self.running) >= self._max_num_seqs:
             return
         self._set_pace(plan)
         coming = {block_hash for request in self.running for block_hash in _uncomputed_blocks(request)}

@@ -10,7 +10,7 @@ from serve.sampling_params import SamplingParams
 from serve.wire.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, StepCost
 
 _REQ_ID: Final = "step-timer"
-_NUM_REPEATS: Final = 3
+_NUM_REPEATS: Final = 5
 _MOST_TOKENS: Final = 64
 _FEWEST_TOKENS: Final = 8
 _CONTEXT: Final = 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from serve.kernels import ops, reference
 from serve.kernels.cpu import binding
 from tests.kernels.paged import Heads, make_batch
+from tests.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +70,20 @@ def test_damaged_library_is_named_and_not_used(
 def test_library_of_another_version_is_named_and_not_used(fresh_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "ABI_VERSION", binding.ABI_VERSION + 1)
     assert ops.implementation("cpu") is reference
-    assert "serve_cpu_portable.so has version" in ops.library_description()
+    assert ".so has version" in ops.library_description()
+
+
+def test_broken_build_gives_way_to_the_next_best_with_a_warning(
+    fresh_choice: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(binding.FOLDER / "serve_cpu_portable.so", tmp_path)
+    for name, _ in binding.VARIANTS[:-1]:
+        (tmp_path / f"serve_cpu_{name}.so").write_bytes(b"no library")
+    monkeypatch.setattr(binding, "FOLDER", tmp_path)
+    monkeypatch.setattr(logging.getLogger("serve"), "propagate", True)
+    assert binding.load_library().variant == "portable"
+    # A processor that runs nothing but the portable build never looked at the broken ones.
+    assert len(VARIANTS) == 1 or "the portable build is used" in caplog.text
 
 
 def test_device_without_kernels_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from serve import __version__
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ExitCode
-from serve.launch import EngineProcess, HandshakeLink, StartCancelled, describe_exit
+from serve.launch import EngineProcess, HandshakeLink, StartCancelled, describe_exit, start_engine
 from serve.wire import sockets
 from serve.wire.frontend import EngineInit, Hello, LoadProgress, Ready, StartFailed
 from tests.fakes import byte_checkpoint, ready_message
@@ -120,6 +121,31 @@ def test_cancel_ends_a_handshake(launch: Launch) -> None:
     threading.Timer(0.1, launch.process.cancel).start()
     with pytest.raises(StartCancelled):
         launch.shake_hands()
+
+
+def test_start_that_is_cancelled_while_the_engine_connects_lets_go_of_its_sockets(launch: Launch) -> None:
+    is_ready = threading.Event()
+
+    def child(link: sockets.Socket) -> None:
+        send(link, Hello(__version__, 1))
+        link.recv()
+        send(link, ready_message(64))
+        is_ready.set()
+
+    async def start_and_cancel() -> None:
+        start = start_engine(launch.process, EngineConfig(), byte_checkpoint(), ready_timeout=10.0)
+        task = asyncio.ensure_future(start)
+        await asyncio.to_thread(is_ready.wait, 10.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    launch.play(child)
+    # A context with an open socket blocks for ever when it is collected.
+    ended = threading.Thread(target=lambda: asyncio.run(start_and_cancel()), daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive()
 
 
 def test_kill_ends_the_process_and_removes_its_folder_and_may_be_called_again(launch: Launch) -> None:

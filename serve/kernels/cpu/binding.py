@@ -2,9 +2,12 @@
 
 import ctypes
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 # Raised together with kAbiVersion in library.cpp.
 ABI_VERSION = 9
@@ -25,7 +28,6 @@ BAD_BLOCK = 6
 BAD_ROW = 7
 BAD_CACHE = 8
 BAD_HEADS = 9
-BAD_LAYER = 10
 BAD_TOKEN = 11
 BAD_TYPE = 12
 BAD_SHAPE = 13
@@ -93,16 +95,27 @@ def load_library() -> LoadResult:
     portable = FOLDER / f"serve_cpu_{PORTABLE}.so"
     if not portable.exists():
         return LoadResult(None, "", "built without a C++ compiler; install g++ and reinstall serve for speed")
+    problems: list[str] = []
     try:
-        probe = open_library(portable)
-        level = int(probe.serve_cpu_level())
-        for variant, needed_level in VARIANTS:
-            path = FOLDER / f"serve_cpu_{variant}.so"
-            if needed_level <= level and path.exists():
-                return LoadResult(open_library(path), variant, "")
-    except (OSError, AttributeError, ImportError) as error:
-        return LoadResult(None, "", f"library does not load: {error}; reinstall serve")
-    raise AssertionError("the portable build runs on every processor level")
+        # Says what the processor can do, whatever version it has.
+        level = int(ctypes.CDLL(str(portable)).serve_cpu_level())
+    except (OSError, AttributeError) as error:
+        level = 0
+        problems.append(str(error))
+    for variant, needed_level in VARIANTS:
+        path = FOLDER / f"serve_cpu_{variant}.so"
+        if needed_level > level or not path.exists():
+            continue
+        try:
+            library = open_library(path)
+        except (OSError, AttributeError, ImportError) as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            log.warning("cpu kernels: %s; the %s build is used, reinstall serve for the best one", problems[0], variant)
+        return LoadResult(library, variant, "")
+    log.warning("cpu kernels: no library loads: %s; plain torch is many times slower, reinstall serve", problems[0])
+    return LoadResult(None, "", f"library does not load: {problems[0]}; reinstall serve")
 
 
 def open_library(path: Path) -> ctypes.CDLL:

@@ -17,5 +17,5 @@ def batch_error(status: int, fault: binding.Fault, cache: KVCache, meta: Attenti
         return checks.block_error(fault.a, fault.b, fault.c, cache.num_blocks)
     if status == binding.BAD_CACHE:
         return checks.cache_error(fault.a, fault.b, fault.c)
-    assert status == binding.OUT_OF_MEMORY, f"unknown status {status} of the library"
+    assert status == binding.OUT_OF_MEMORY, f"status {status}, which the checks before the call exclude"
     return MemoryError("no memory left for the partial sums of attention")

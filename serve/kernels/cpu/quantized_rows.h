@@ -10,7 +10,7 @@
 
 namespace serve {
 
-// Numbered as in quantized_weight.py.
+// The last argument of the entry points that round activations: what --cpu-activations chooses.
 enum Activations : int32_t { kExact = 0, kByte = 1 };
 
 // What goes with 32 integers of a row. Groups of 32 use entry 0, groups of 16 entries 1 and 2.

@@ -27,7 +27,7 @@ constexpr int kQuads = kBlockInputs / 4;
 constexpr int kVectorBytes = kLanes * 4;
 constexpr int kMaxGroups = 2;
 
-// Numbered as in quantized_weight.py. value = scale * (code - kOffset) [+ minimum]
+// Numbered as in block_formats.py. value = scale * (code - kOffset) [+ minimum]
 enum TileType : int32_t {
   kQ4_0 = 0,
   kQ4_1 = 1,

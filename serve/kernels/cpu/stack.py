@@ -98,10 +98,12 @@ class CpuStack:
         """Keep working memory for the largest step so far; the system gives pages as they are used."""
         if num_tokens <= self._capacity:
             return
-        self._capacity = max(_MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
-        num_bytes = self._library.serve_stack_scratch_bytes(ctypes.addressof(self._plan), self._capacity)
+        capacity = max(_MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
+        num_bytes = self._library.serve_stack_scratch_bytes(ctypes.addressof(self._plan), capacity)
+        # What is refused here must leave the capacity as it was: the library writes as far as that says.
         self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         self._step.scratch = self._scratch.data_ptr()
+        self._capacity = capacity
 
     def _describe_caches(self, kv_caches: list[KVCache]) -> None:
         if len(kv_caches) != len(self._stack.layers):
@@ -213,6 +215,9 @@ def build_stack(stack: Stack) -> CpuStack | None:
     tensors += [linear.bias for linear in linears]
     embedding = stack.embedding
     if isinstance(embedding, Tensor) and not (embedding.dtype in PACKED_TYPES and embedding.is_contiguous()):
+        return None
+    # The library reads the columns of an embedding row, and the inputs of a product, as they lie.
+    if isinstance(embedding, QuantizedWeight) and embedding.input_order is not None:
         return None
     if any(_reorders_inputs(linear) for linear in linears):
         return None

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -39,6 +40,7 @@ MIN_WEIGHT_BYTES: Final = 32 << 20
 # What the disk keeps free.
 MIN_FREE_BYTES: Final = 2 << 30
 _SUFFIX: Final = ".packed"
+_READABLE: Final = 0o644
 _PART_SUFFIX: Final = ".part"
 _LOCK_NAME: Final = ".lock"
 _MIB: Final = 1 << 20
@@ -140,6 +142,8 @@ class PackedWeightsCache:
             with open(handle, "wb") as sink:
                 layout.write(sink)
                 sink.flush()
+                # As readable as the folder: servers of other users may share it.
+                os.fchmod(handle, stat.S_IMODE(os.stat(self.folder).st_mode) & _READABLE)
                 os.fsync(sink.fileno())
             os.replace(name, self.path(key))
         finally:

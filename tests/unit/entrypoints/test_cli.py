@@ -170,7 +170,7 @@ def test_help_shows_defaults_as_they_are_typed_and_the_environment() -> None:
         "reuse blocks of equal prefixes (default: on)",
         "accept chat_template in requests (default: off)",
         "share of blocks kept free when admitting (default: 0.0)",
-        "default: 512 on the CPU",
+        "default: up to 512 on the CPU",
         "default: 128 on the CPU, at most --max-num-batched-tokens",
     ):
         assert shown in text
