@@ -11,7 +11,7 @@ help:
 	@echo "make test-fuzz     fuzz every route with bodies made from /openapi.json (ARGS goes to pytest)"
 	@echo "make test-clients  run the lm-eval harness against a server, in an environment of its own"
 	@echo "make test-kl       compare quantised weights of every type with float32 over 1,000 tokens (ARGS goes to pytest)"
-	@echo "make test-aarch64    run all kernel tests on the AArch64 libraries, emulated (a fifth of them runs in make test)"
+	@echo "make test-aarch64    run all kernel tests on the AArch64 libraries, emulated (a tenth of them runs in make test)"
 	@echo "make test-sanitized  run the kernel tests with address and undefined-behaviour sanitizers"
 	@echo "make check   formatting, lint, types, generated docs"
 	@echo "make clean   remove .venv and build results"

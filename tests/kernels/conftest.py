@@ -22,7 +22,7 @@ from tests.kernels.variants import VARIANTS
 NATIVE = [name for name, _ in VARIANTS]
 EMULATED = ["aarch64-portable", "aarch64-dotprod"]
 # Emulation is slow: of the cases of an emulated library one in this many runs, unless SERVE_TEST_EMULATED=all.
-EMULATED_SHARE = 5
+EMULATED_SHARE = 10
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
