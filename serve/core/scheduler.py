@@ -21,6 +21,7 @@ from serve.core.block_pool import KVCacheBlock
 from serve.core.kv_cache_manager import KVCacheManager
 from serve.core.request import Request, RequestStatus, find_stop
 from serve.core.request_queue import make_queue
+from serve.core.shared_prefix import ComingBlocks
 from serve.core.step_budget import Pace, StepBudget, step_tokens
 from serve.core.structured_output.constraint import Constraint
 from serve.wire.frontend import (
@@ -238,14 +239,14 @@ class Scheduler:
         if not self.waiting or plan.budget.num_tokens <= 0 or len(self.running) >= self._max_num_seqs:
             return
         self._set_pace(plan)
-        coming = {block_hash for request in self.running for block_hash in _uncomputed_blocks(request)}
+        coming = ComingBlocks(self.running, has_priorities=self._has_priorities)
         deferred: list[Request] = []
         self._admit_waiting(plan, coming, deferred)
         for request in reversed(deferred):
             self.waiting.prepend(request)
 
-    def _admit_waiting(self, plan: _StepPlan, coming: set[bytes], deferred: list[Request]) -> None:
-        """Admit while there is room; coming are the names of blocks that later steps of running requests compute."""
+    def _admit_waiting(self, plan: _StepPlan, coming: ComingBlocks, deferred: list[Request]) -> None:
+        """Admit while there is room."""
         budget, waiting = plan.budget, self.waiting
         block_size = self.kv.block_size
         while waiting and budget.num_tokens > 0 and len(self.running) < self._max_num_seqs:
@@ -254,7 +255,7 @@ class Scheduler:
                 # Preempted with a token in flight: its recompute starts when that token is known.
                 return
             hit_blocks = self.kv.get_computed_blocks(request)
-            if coming and self.kv.looks_up(request) and _next_block(request, hit_blocks) in coming:
+            if self.kv.looks_up(request) and coming.are_worth_waiting_for(request, hit_blocks):
                 deferred.append(waiting.pop())
                 if len(deferred) == _MAX_DEFERRED:
                     return
@@ -282,7 +283,7 @@ class Scheduler:
             budget.take(num_new)
             if budget.pace is not None:
                 budget.pace.take(num_new, num_hit_tokens)
-            coming.update(_uncomputed_blocks(request))
+            coming.add(request)
 
     def _set_pace(self, plan: _StepPlan) -> None:
         """Limit what prompts may add to this step by what its decodes cost; called only when there are prompts."""
@@ -546,17 +547,6 @@ def _end_output(request: Request) -> EngineCoreOutput:
         events=request.take_events(),
         prefill_stats=request.take_prefill_stats(),
     )
-
-
-def _uncomputed_blocks(request: Request) -> list[bytes]:
-    """Give the names of the full blocks of a running request that are known and not yet scheduled."""
-    return request.block_hashes[request.num_committed_blocks :]
-
-
-def _next_block(request: Request, hit_blocks: list[KVCacheBlock]) -> bytes | None:
-    """Give the name of the block behind a prefix-cache hit, None when there is none that is full."""
-    index = len(hit_blocks)
-    return request.block_hashes[index] if index < len(request.block_hashes) else None
 
 
 def _note_constraint(request: Request, plan: _StepPlan) -> None:

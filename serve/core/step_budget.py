@@ -95,7 +95,7 @@ def describe_pace(config: SchedulerConfig, cost: StepCost | None) -> str:
         return text
     beside = (f"{Pace(cost, [0] * count).cap(chunk, 0)} beside {count}" for count in (1, 8, 32))
     return (
-        f"{text}; with requests that decode a step takes up to {MAX_SLOWDOWN} times as long as without prompts, here "
-        f"prompt tokens: {', '.join(beside)} (measured: {cost.base * 1e3:.2f} ms + {cost.per_token * 1e3:.3f} ms a "
-        f"token + {cost.per_key * 1e6:.2f} ms a token behind 1000)"
+        f"{text}; while streams run, prompts advance by so many tokens a step: {', '.join(beside)}, so that no stream "
+        f"slows down more than {MAX_SLOWDOWN} times (measured: a step takes {cost.base * 1e3:.2f} ms + "
+        f"{cost.per_token * 1e3:.3f} ms a token)"
     )

@@ -187,10 +187,10 @@ class Sampler:
         _fail_rows(tops, output.errors, none_allowed=_NONE_BY_PROCESSORS)
         if output.errors:
             plan = plan.without(set(output.errors))
-        if not reports_kept:
-            tokens = self._drawer.draw(table, plan, tops, num_tokens, is_scaled=is_scaled)
-        else:
-            tokens, kept_ids = self._drawer.draw_kept(table, plan, tops, num_tokens)
+        tokens, kept_ids = self._drawer.draw(
+            table, plan, tops, num_tokens, is_scaled=is_scaled, wants_kept=reports_kept
+        )
+        if reports_kept:
             for place, row, kept in zip(plan.places.tolist(), plan.rows, kept_ids, strict=True):
                 if kept is not None and row.num_logprobs is not None:
                     mask_allowed_ids(table[place], kept)

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Final
 
 from serve.sampling_params import SamplingParams
-from serve.wire.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput, StepCost
+from serve.wire.step import ModelRunnerOutput, NewRequestData, SchedulerOutput, StepCost
+from serve.worker.probe import first_step, last_step
 
 _REQ_ID: Final = "step-timer"
 _NUM_REPEATS: Final = 5
 _MOST_TOKENS: Final = 64
 _FEWEST_TOKENS: Final = 8
+# Eight tokens that cost as little as one tell nothing: they do, or something else had the processor.
+_LEAST_RISE: Final = 1.02
 _CONTEXT: Final = 1024
 # About what the steps that are timed may take together.
 _SECONDS: Final = 0.4
@@ -22,15 +25,21 @@ class StepTimer:
     """Runs steps of one made-up request and times them. The worker holds no request before or after a measurement."""
 
     def __init__(
-        self, run_step: Callable[[SchedulerOutput], ModelRunnerOutput], *, block_size: int, max_tokens: int
+        self,
+        run_step: Callable[[SchedulerOutput], ModelRunnerOutput],
+        *,
+        block_size: int,
+        max_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """max_tokens is the longest request that context and cache have room for, from block 1 on."""
+        """max_tokens is the longest request that context and cache have room for, from block 1 on; clock in seconds."""
         self._run_step = run_step
         self._block_size = block_size
         self._max_tokens = max_tokens
+        self._clock = clock
 
     def measure(self) -> StepCost | None:
-        """Give what steps cost, from the steps' shortest times; None where there is no room for a measurement.
+        """Give what steps cost, from the steps' shortest times; None where there is no room, or a fit without sense.
 
         A step of one token gives the base; more tokens, first at the beginning of a request and then behind a long
         context, give the price of a token and of a key it looks at. A slow model is asked for fewer tokens and no
@@ -48,6 +57,8 @@ class StepTimer:
             few = self._time(num_tokens)
             per_token = max(few - one, 0.0) / (num_tokens - 1)
             context = min(_CONTEXT, self._max_tokens - num_tokens) // self._block_size * self._block_size
+        if few < one * _LEAST_RISE:
+            return None
         per_key = 0.0
         if context > 0:
             behind = self._time(num_tokens, context)
@@ -67,19 +78,8 @@ class StepTimer:
                 block_ids=list(range(1, -(-length // self._block_size) + 1)),
                 num_computed_tokens=context,
             )
-            started = time.perf_counter()
-            self._run_step(_step([request], num_tokens))
-            best = min(best, time.perf_counter() - started)
-            self._run_step(_step([], 0))
+            started = self._clock()
+            self._run_step(first_step(request, num_tokens))
+            best = min(best, self._clock() - started)
+            self._run_step(last_step(_REQ_ID))
         return best
-
-
-def _step(new: list[NewRequestData], num_tokens: int) -> SchedulerOutput:
-    return SchedulerOutput(
-        step_index=0,
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=CachedRequestData(),
-        num_scheduled_tokens={_REQ_ID: num_tokens} if new else {},
-        total_num_scheduled_tokens=num_tokens,
-        finished_req_ids=[] if new else [_REQ_ID],
-    )

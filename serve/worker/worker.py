@@ -19,7 +19,6 @@ from serve.models.registry import DTYPES, CausalLM, compute_dtype, dtype_descrip
 from serve.pooling_params import PoolingParams
 from serve.sampling_params import SamplingParams
 from serve.wire.step import (
-    CachedRequestData,
     GrammarOutput,
     KVCacheConfig,
     KVCacheSpec,
@@ -32,6 +31,7 @@ from serve.worker.host import free_memory_bytes, processor_name
 from serve.worker.logits_processors import ProcessorChain, load_processors
 from serve.worker.model_runner import ModelRunner, RunnerLimits
 from serve.worker.pooling_runner import PoolingRunner
+from serve.worker.probe import first_step, last_step, next_step
 from serve.worker.step_timer import StepTimer
 from serve.worker.threads import start_threads
 
@@ -192,12 +192,12 @@ class Worker:
             num_computed_tokens=0,
             pooling_params=None if self._checkpoint.pooling is None else PoolingParams(self._checkpoint.pooling.task),
         )
-        errors = dict(self._run_step(_step([request], CachedRequestData(), num_tokens)).errors)
+        errors = dict(self.run_step(first_step(request, num_tokens)).errors)
         if request.pooling_params is None:
-            errors |= self._run_step(_step([], CachedRequestData([_WARM_UP_ID], [[]], [num_tokens]), 1)).errors
+            errors |= self.run_step(next_step(_WARM_UP_ID, num_tokens)).errors
         for error in errors.values():
             log.warning("the model failed on a test prompt: %s; check the checkpoint", error)
-        self.execute_model(SchedulerOutput(0, [], CachedRequestData(), {}, 0, finished_req_ids=[_WARM_UP_ID]))
+        self.execute_model(last_step(_WARM_UP_ID))
 
     def measure_step_cost(self) -> StepCost | None:
         """Time a few steps; None for a pooling model, whose requests never decode."""
@@ -205,7 +205,7 @@ class Worker:
             return None
         block_size = self._config.cache.block_size
         max_tokens = min(self._max_model_len() - 1, (self._num_blocks - 1) * block_size)
-        return StepTimer(self._run_step, block_size=block_size, max_tokens=max_tokens).measure()
+        return StepTimer(self.run_step, block_size=block_size, max_tokens=max_tokens).measure()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the forward pass; None means that sample_tokens must follow."""
@@ -217,6 +217,10 @@ class Worker:
         assert isinstance(runner, ModelRunner), "a pooling model samples nothing"
         return runner.sample_tokens(grammar_output)
 
+    def run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step that needs no mask: its forward pass, then its sampling."""
+        return self.execute_model(scheduler_output) or self.sample_tokens(None)
+
     def device_description(self) -> str:
         """Name the processor, its threads and the kernels in use."""
         return f"{processor_name()}, {self._num_threads} threads, {ops.library_description()}"
@@ -225,9 +229,6 @@ class Worker:
         """Let go of model and cache."""
         self._runner = None
         self._model = None
-
-    def _run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        return self.execute_model(scheduler_output) or self.sample_tokens(None)
 
     def _ready_runner(self) -> ModelRunner | PoolingRunner:
         assert self._runner is not None, "initialize_kv_cache comes before the first step"
@@ -274,14 +275,4 @@ def no_memory_error(config: KVCacheConfig, spec: KVCacheSpec) -> ConfigError:
         f"the system refused {needed:.2f} GiB for a KV cache of {config.num_blocks} blocks; "
         "lower --kv-cache-memory-bytes or --num-gpu-blocks-override",
         ExitCode.RESOURCES,
-    )
-
-
-def _step(new: list[NewRequestData], cached: CachedRequestData, num_tokens: int) -> SchedulerOutput:
-    return SchedulerOutput(
-        step_index=0,
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={_WARM_UP_ID: num_tokens},
-        total_num_scheduled_tokens=num_tokens,
     )

@@ -250,3 +250,20 @@ def test_blocks_are_kept_for_float32_where_the_library_is(library_ops: Ops) -> N
     assert not library_ops.quantizes("F16", torch.float32)
     assert not reference.quantizes("Q4_1", torch.float32)
     assert ops.quantizes("cpu", "Q4_1", torch.float32) == ops.implementation("cpu").quantizes("Q4_1", torch.float32)
+
+
+def test_the_library_refuses_sizes_and_types_that_there_are_not(library_ops: Ops) -> None:
+    library = binding.library()
+    huge, q4_1 = 1 << 29, 1
+    for num_rows, num_in in ((-1, 32), (1, -32), (1, 33), (huge, 32), (1, huge)):
+        assert library.serve_quantize_rows(None, 0, None, num_rows, num_in, 0) == binding.BAD_SHAPE
+    assert library.serve_quantize_rows(None, 0, None, 0, 32, 2) == binding.BAD_TYPE
+    product = library.serve_quantized_linear
+    assert product(q4_1, None, None, None, None, 0, -1, 32, 16, 0) == binding.BAD_SHAPE
+    assert product(q4_1, None, None, None, None, 0, 1, 33, 16, 0) == binding.BAD_SHAPE
+    assert product(99, None, None, None, None, 0, 1, 32, 16, 0) == binding.BAD_SHAPE
+    assert product(q4_1, None, None, None, None, 0, 1, 32, 16, 7) == binding.BAD_TYPE
+    assert library.serve_pack_quantized(99, None, 0, None, 32, 16) == binding.BAD_SHAPE
+    assert library.serve_pack_quantized(q4_1, None, 0, None, 32, huge) == binding.BAD_SHAPE
+    assert library.serve_pack_affine(q4_1, None, None, None, None, 32, 0) == binding.BAD_TYPE
+    assert library.serve_quantized_bytes(q4_1, 32, huge) == -1

@@ -108,7 +108,10 @@ def product(ops: Ops, x: Tensor, layer: LinearParts) -> Tensor:
     for part in layer.weights:
         bias = None if layer.bias is None else layer.bias[first : first + part.num_out]
         is_dense = isinstance(part, PackedWeight)
-        outputs.append(ops.linear(x, part, bias) if is_dense else ops.linear_quantized(x, [part], bias))
+        int8 = layer.int8_activations
+        outputs.append(
+            ops.linear(x, part, bias) if is_dense else ops.linear_quantized(x, [part], bias, int8_activations=int8)
+        )
         first += part.num_out
     return torch.cat(outputs, dim=1)
 
@@ -182,6 +185,43 @@ def test_one_call_gives_the_bits_of_the_single_ops(
     assert torch.equal(runner.logits(expected[2:9]), product(library_ops, expected[2:9], case.stack.head))
 
 
+@pytest.mark.parametrize("form", ["one type", "types mixed", "dense beside quantised"])
+def test_int8_activations_and_keys_give_the_bits_of_the_single_ops(library_ops: Ops, form: str) -> None:
+    torch.manual_seed(4)
+    layer = make_layer(library_ops, form, bias=True, head_norms=True, window=25)
+
+    def int8(linear: LinearParts) -> LinearParts:
+        return dataclasses.replace(linear, int8_activations=True)
+
+    layer = dataclasses.replace(
+        layer, qkv=int8(layer.qkv), out=int8(layer.out), gate_up=int8(layer.gate_up), down=int8(layer.down)
+    )
+    case = make_case(library_ops, [layer], dtype=torch.int8)
+    expected_caches, caches = case.fresh_caches(), case.fresh_caches()
+    expected = op_by_op(library_ops, case, expected_caches)
+    assert torch.equal(forward(runner_of(library_ops, case), case, caches), expected)
+    assert torch.equal(caches[0].key, expected_caches[0].key)
+    assert torch.equal(caches[0].value, expected_caches[0].value)
+
+
+def test_working_memory_that_is_refused_is_asked_for_again(library_ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(library_ops, "one type", bias=False, head_norms=False, window=None)
+    case = make_case(library_ops, [layer], dtype=torch.float32)
+    runner, reserve = runner_of(library_ops, case), torch.empty
+    expected = op_by_op(library_ops, case, case.fresh_caches())
+    refusals = [MemoryError("no memory")]
+
+    def refuse_once(*size: object, **options: object) -> Tensor:
+        if options.get("dtype") is torch.uint8 and refusals:
+            raise refusals.pop()
+        return reserve(*size, **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", refuse_once)
+    with pytest.raises(MemoryError):
+        forward(runner, case, case.fresh_caches())
+    assert torch.equal(forward(runner, case, case.fresh_caches()), expected)
+
+
 @pytest.mark.parametrize("rows", [[], [74], [0, 33, 34, 74], [74, 1, 1, 40]])
 def test_wanted_rows_are_those_of_the_whole(library_ops: Ops, rows: list[int]) -> None:
     torch.manual_seed(1)
@@ -231,6 +271,7 @@ def test_refused_step_leaves_the_caches_as_they_were(library_ops: Ops) -> None:
         rf"slot_mapping\[74\]={num_slots} ": {"slots": changed(meta.slot_mapping, 74, num_slots)},
         r"block_table\[1, 0\]=-7 ": {"table": changed(meta.block_table, meta.block_table.shape[1], -7)},
         r"seq_lens\[3\]=39 ": {"lens": changed(meta.seq_lens, 3, 39)},
+        "query_start_loc": {"starts": changed(meta.query_start_loc, 0, 1)},
         "index 1 is row 75 ": {"rows": torch.tensor([0, 75])},
         r"rows torch.int32 \[1\] must be": {"rows": torch.tensor([0], dtype=torch.int32)},
         "input_ids .* must be contiguous torch.int32": {"input_ids": case.input_ids.long()},
@@ -242,6 +283,7 @@ def test_refused_step_leaves_the_caches_as_they_were(library_ops: Ops) -> None:
             slot_mapping=change.get("slots", meta.slot_mapping),
             block_table=change.get("table", meta.block_table),
             seq_lens=change.get("lens", meta.seq_lens),
+            query_start_loc=change.get("starts", meta.query_start_loc),
         )
         with pytest.raises((ValueError, IndexError), match=message):
             runner.forward(

@@ -43,6 +43,9 @@ class Worker(Protocol):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the logits of the last forward pass."""
 
+    def run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step that needs no mask: its forward pass, then its sampling."""
+
     def device_description(self) -> str:
         """Name the device for people."""
 

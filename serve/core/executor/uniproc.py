@@ -54,7 +54,7 @@ class UniprocExecutor:
 
     def run_step(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput]:
         """Start a step: its forward pass, then its sampling without a mask."""
-        return self._thread.submit(_run_step, self._started(), scheduler_output)
+        return self._thread.submit(self._started().run_step, scheduler_output)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Pending[ModelRunnerOutput | None]:
         """Start the forward pass of a step."""
@@ -74,7 +74,3 @@ class UniprocExecutor:
     def _started(self) -> Worker:
         assert self._worker is not None, "the executor was not started"
         return self._worker
-
-
-def _run_step(worker: Worker, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-    return worker.execute_model(scheduler_output) or worker.sample_tokens(None)

@@ -23,7 +23,6 @@ namespace {
 
 constexpr int kItemRows = 24;
 constexpr int kMaxTiles = (kItemRows + kTileRows - 1) / kTileRows;
-constexpr int64_t kMinParallelWork = 150000;  // multiply-adds that pay for waking a helper
 constexpr int64_t kRangesPerThread = 8;
 constexpr int64_t kMaxPartialFloats = 16 << 20;  // what chunks that run apart may keep, in all
 constexpr float kLog2OfE = 1.44269504088896341f;

@@ -10,7 +10,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 # Raised together with kAbiVersion in library.cpp.
-ABI_VERSION = 9
+ABI_VERSION = 10
 # Best first: build name and the processor level (serve_cpu_level in library.cpp) that it needs.
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("dotprod", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
@@ -53,12 +53,12 @@ SIGNATURES: dict[str, tuple[type[ctypes.c_int32] | type[ctypes.c_int64] | None, 
     "serve_pack_linear": (_I32, (_I32, _PTR, _PTR, _I64, _I64, _I64)),
     "serve_packed_rows": (_I32, (_I32, _PTR, _PTR, _I64, _PTR, _I64, _I64, _PTR)),
     "serve_quantized_bytes": (_I64, (_I32, _I64, _I64)),
-    "serve_pack_quantized": (None, (_I32, _PTR, _I64, _PTR, _I64, _I64)),
-    "serve_pack_affine": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),
+    "serve_pack_quantized": (_I32, (_I32, _PTR, _I64, _PTR, _I64, _I64)),
+    "serve_pack_affine": (_I32, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),
     "serve_quantized_rows": (_I32, (_I32, _PTR, _PTR, _I64, _PTR, _I64, _I64, _PTR)),
     "serve_quantized_row_bytes": (_I64, (_I64, _I32)),
-    "serve_quantize_rows": (None, (_PTR, _I64, _PTR, _I64, _I64, _I32)),
-    "serve_quantized_linear": (None, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I32)),
+    "serve_quantize_rows": (_I32, (_PTR, _I64, _PTR, _I64, _I64, _I32)),
+    "serve_quantized_linear": (_I32, (_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I32)),
     "serve_silu_and_mul": (None, (_PTR, _PTR, _I64, _I64, _I64, _I64)),
     "serve_argmax_rows": (None, (_PTR, _I64, _I64, _I64, _PTR, _PTR)),
     "serve_draw_rows": (_I32, (_PTR, _I64, _I64, _I64, _PTR, _I64, _PTR)),

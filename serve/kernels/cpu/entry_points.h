@@ -49,22 +49,22 @@ SERVE_API serve::Status serve_packed_rows(int32_t type, const void* packed, cons
 
 // quantized_rows.cpp
 SERVE_API int64_t serve_quantized_row_bytes(int64_t num_in, int32_t activations);
-SERVE_API void serve_quantize_rows(const float* x, int64_t x_stride, uint8_t* rows, int64_t num_rows,
-                                   int64_t num_in, int32_t activations);
+SERVE_API serve::Status serve_quantize_rows(const float* x, int64_t x_stride, uint8_t* rows,
+                                            int64_t num_rows, int64_t num_in, int32_t activations);
 
 // quantized_linear.cpp
-SERVE_API void serve_quantized_linear(int32_t type, const uint8_t* rows, const uint8_t* weight,
-                                      const float* bias, float* out, int64_t out_stride,
-                                      int64_t num_rows, int64_t num_in, int64_t num_out,
-                                      int32_t activations);
+SERVE_API serve::Status serve_quantized_linear(int32_t type, const uint8_t* rows,
+                                               const uint8_t* weight, const float* bias, float* out,
+                                               int64_t out_stride, int64_t num_rows, int64_t num_in,
+                                               int64_t num_out, int32_t activations);
 
 // quantized_pack.cpp
 SERVE_API int64_t serve_quantized_bytes(int32_t type, int64_t num_in, int64_t num_out);
-SERVE_API void serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
-                                    uint8_t* packed, int64_t num_in, int64_t num_out);
-SERVE_API void serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
-                                 const uint8_t* zeros, uint8_t* packed, int64_t num_in,
-                                 int64_t num_out);
+SERVE_API serve::Status serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
+                                             uint8_t* packed, int64_t num_in, int64_t num_out);
+SERVE_API serve::Status serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
+                                          const uint8_t* zeros, uint8_t* packed, int64_t num_in,
+                                          int64_t num_out);
 SERVE_API int32_t serve_quantized_rows(int32_t type, const uint8_t* packed, const int64_t* indices,
                                        int64_t count, float* out, int64_t num_in, int64_t num_out,
                                        serve::Fault* fault);

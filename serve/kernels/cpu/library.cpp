@@ -11,7 +11,7 @@
 namespace {
 
 // Raised with every change of an entry point, together with ABI_VERSION in binding.py.
-constexpr int32_t kAbiVersion = 9;
+constexpr int32_t kAbiVersion = 10;
 
 }  // namespace
 

@@ -23,7 +23,6 @@ namespace {
 constexpr int64_t kMaxChunk = 1024;           // most inputs summed in registers at a time, even
 constexpr int64_t kPanelFloats = 192 * 1024;  // inputs of rows taken at a time stay in the L2 cache
 constexpr int64_t kFetchAhead = 16;           // inputs ahead whose weights are fetched
-constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kAccumulators = 24;  // vector registers that hold sums
 #else
@@ -323,12 +322,12 @@ SERVE_API serve::Status serve_linear(int32_t type, const float* x, int64_t x_str
                                      int64_t num_out) {
   using namespace serve;
   if (!is_weight_type(type)) return kBadType;
-  if (num_rows < 0 || num_in < 0 || num_out < 0) return kBadShape;
+  if (!is_size(num_rows) || !is_size(num_in) || !is_size(num_out)) return kBadShape;
   const DenseProduct product{x,          x_stride, weight, bias,    out,
                              out_stride, num_rows, num_in, num_out, type};
   const int64_t num_groups = (num_tiles(num_out) + kMaxTiles - 1) / kMaxTiles;
   const int64_t products_per_group = num_rows * num_in * kLanes * kMaxTiles + 1;
-  parallel_for(num_groups, kMinProducts / products_per_group + 1, [&](int64_t begin, int64_t end) {
+  parallel_for(num_groups, kMinParallelWork / products_per_group + 1, [&](int64_t begin, int64_t end) {
     dense_tiles(product, begin * kMaxTiles, std::min(end * kMaxTiles, num_tiles(num_out)));
   });
   return kOk;
@@ -337,7 +336,7 @@ SERVE_API serve::Status serve_linear(int32_t type, const float* x, int64_t x_str
 // Gives the bytes of a packed weight, -1 for a type or sizes that there are not.
 SERVE_API int64_t serve_packed_bytes(int32_t type, int64_t num_in, int64_t num_out) {
   using namespace serve;
-  if (!is_weight_type(type) || num_in < 0 || num_out < 0) return -1;
+  if (!is_weight_type(type) || !is_size(num_in) || !is_size(num_out)) return -1;
   switch (type) {
     case kFloat32Weight: return num_tiles(num_out) * tile_size<float>(num_in) * 4;
     case kBfloat16Weight: return num_tiles(num_out) * tile_size<Bf16>(num_in) * 2;
@@ -351,7 +350,7 @@ SERVE_API serve::Status serve_pack_linear(int32_t type, const void* weight, void
                                           int64_t first, int64_t num_rows, int64_t num_in) {
   using namespace serve;
   if (!is_weight_type(type)) return kBadType;
-  if (first < 0 || num_rows < 0 || num_in < 0) return kBadShape;
+  if (!is_size(first) || !is_size(num_rows) || !is_size(num_in)) return kBadShape;
   if (type == kFloat32Weight) {
     pack_rows<uint32_t, false>((const uint32_t*)weight, (uint32_t*)packed, first, num_rows, num_in);
   } else if (type == kBfloat16Weight) {
@@ -374,7 +373,7 @@ SERVE_API serve::Status serve_packed_rows(int32_t type, const void* packed, cons
       return kBadRow;
     }
   }
-  parallel_for(count, kMinProducts / (num_in + 1) + 1, [&](int64_t begin, int64_t end) {
+  parallel_for(count, kMinParallelWork / (num_in + 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       packed_row(type, packed, indices[i], out + i * num_in, num_in);
     }

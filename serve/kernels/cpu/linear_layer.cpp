@@ -12,8 +12,7 @@
 namespace serve {
 namespace {
 
-constexpr int64_t kMinProducts = 32 * 1024;   // a range smaller than this does not pay for its claim
-constexpr int64_t kMinParallel = 150 * 1000;  // a layer smaller than this does not pay for a helper
+constexpr int64_t kMinClaim = 32 * 1024;   // a range smaller than this does not pay for its claim
 constexpr int64_t kGrain = 4;                 // tiles that are computed side by side, or read in order
 
 int64_t num_tiles(const LinearPart& part) { return (part.num_out + kLanes - 1) / kLanes; }
@@ -37,7 +36,7 @@ void run_tiles(const LinearPart& part, const LinearLayer& layer, const LayerInpu
 
 bool is_sound(const LinearLayer& layer) {
   if (layer.num_parts <= 0 || layer.num_in < 0) return false;
-  if (layer.activations != kExact && layer.activations != kByte) return false;
+  if (!is_activations(layer.activations)) return false;
   for (int64_t i = 0; i < layer.num_parts; i++) {
     const LinearPart& part = layer.parts[i];
     if (part.weight == nullptr || part.num_out < 0) return false;
@@ -73,7 +72,7 @@ void run_layer(const LinearLayer& layer, const LayerInput& input, float* out, in
   int64_t total = 0;
   for (int64_t i = 0; i < layer.num_parts; i++) total += num_tiles(layer.parts[i]);
   const int64_t products = input.num_rows * layer.num_in * kLanes + 1;
-  const int64_t min_tiles = total * products < kMinParallel ? total : kMinProducts / products + 1;
+  const int64_t min_tiles = total * products < kMinParallelWork ? total : kMinClaim / products + 1;
   auto run_range = [&](int64_t begin, int64_t end) {
     int64_t first_tile = 0;
     float* target = out;
@@ -98,8 +97,11 @@ SERVE_API int32_t serve_linear_layer(const serve::LinearLayer* layer, const floa
                                      float* out) {
   using namespace serve;
   if (!is_sound(*layer)) return kBadLayer;
+  if (!is_size(num_rows)) return kBadShape;
   if (has_quantized_parts(*layer)) {
-    serve_quantize_rows(x, x_stride, codes, num_rows, layer->num_in, layer->activations);
+    const Status status =
+        serve_quantize_rows(x, x_stride, codes, num_rows, layer->num_in, layer->activations);
+    if (status != kOk) return status;
   }
   run_layer(*layer, LayerInput{x, x_stride, codes, num_rows}, out, num_outputs(*layer));
   return kOk;

@@ -183,9 +183,10 @@ def pack_quantized(blocks: QuantizedBlocks | AffineBlocks) -> QuantizedWeight:
     checks.check_blocks(blocks)
     rows = blocks.rows.contiguous()
     weight = empty_quantized_weight(blocks.type_name, rows.shape[0], blocks.num_in)
-    binding.library().serve_pack_quantized(
+    status = binding.library().serve_pack_quantized(
         weight.format.number, rows.data_ptr(), rows.shape[1], weight.data.data_ptr(), weight.num_in, weight.num_out
     )
+    assert status == binding.OK, f"status {status} for blocks that were checked"
     return weight
 
 
@@ -193,7 +194,7 @@ def _pack_affine(blocks: AffineBlocks) -> QuantizedWeight:
     checks.check_affine_blocks(blocks)
     codes, scales, zeros = blocks.codes.contiguous(), blocks.scales.contiguous(), blocks.zeros.contiguous()
     weight = empty_quantized_weight(blocks.type_name, codes.shape[0], codes.shape[1], blocks.input_order)
-    binding.library().serve_pack_affine(
+    status = binding.library().serve_pack_affine(
         weight.format.number,
         codes.data_ptr(),
         scales.data_ptr(),
@@ -202,6 +203,7 @@ def _pack_affine(blocks: AffineBlocks) -> QuantizedWeight:
         weight.num_in,
         weight.num_out,
     )
+    assert status == binding.OK, f"status {status} for blocks that were checked"
     return weight
 
 
@@ -226,7 +228,7 @@ def linear_quantized(
         if part.input_order is not order:
             order = part.input_order
             codes = _quantize_rows(x, order, int8_activations)
-        binding.library().serve_quantized_linear(
+        status = binding.library().serve_quantized_linear(
             part.format.number,
             codes.data_ptr(),
             part.data.data_ptr(),
@@ -238,6 +240,7 @@ def linear_quantized(
             part.num_out,
             int8_activations,
         )
+        assert status == binding.OK, f"status {status} for a product that was checked"
         first += part.num_out
     return out
 
@@ -250,7 +253,10 @@ def _quantize_rows(x: Tensor, order: Tensor | None, int8_activations: bool) -> T
     num_rows, num_in = rows.shape
     # int64: the integers and floats inside need alignment.
     codes = torch.empty(num_rows * library.serve_quantized_row_bytes(num_in, int8_activations) // 8, dtype=torch.int64)
-    library.serve_quantize_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations)
+    status = library.serve_quantize_rows(
+        rows.data_ptr(), rows.stride(0), codes.data_ptr(), num_rows, num_in, int8_activations
+    )
+    assert status == binding.OK, f"status {status} for rows that were checked"
     return codes
 
 

@@ -14,6 +14,9 @@ namespace serve {
 
 typedef void (*RangeFunction)(void* context, int64_t begin, int64_t end);
 
+// Multiply-adds that pay for waking a helper.
+constexpr int64_t kMinParallelWork = 150 * 1000;
+
 // Sets how many threads share a loop, the caller included. Returns the number in force.
 int set_num_threads(int num_threads);
 int num_threads();

@@ -15,7 +15,6 @@
 namespace serve {
 namespace {
 
-constexpr int64_t kMinProducts = 150 * 1000;  // less than this does not pay for a helper
 constexpr int64_t kChunkBytes = 512 * 1024;   // rows as integers that stay in the L2 cache
 constexpr int64_t kMaxChunkRows = 240;
 // Rows that share the codes of a tile in registers, and those that pass over a panel together.
@@ -182,16 +181,18 @@ void quantized_tiles(const QuantizedProduct& product, int64_t begin, int64_t end
 
 // out [num_rows][num_out], rows out_stride floats apart, = rows of serve_quantize_rows times a packed
 // weight, plus bias [num_out] unless null. activations: that of the rows.
-SERVE_API void serve_quantized_linear(int32_t type, const uint8_t* rows, const uint8_t* weight,
-                                      const float* bias, float* out, int64_t out_stride,
-                                      int64_t num_rows, int64_t num_in, int64_t num_out,
-                                      int32_t activations) {
+SERVE_API serve::Status serve_quantized_linear(int32_t type, const uint8_t* rows,
+                                               const uint8_t* weight, const float* bias, float* out,
+                                               int64_t out_stride, int64_t num_rows, int64_t num_in,
+                                               int64_t num_out, int32_t activations) {
   using namespace serve;
-  if (num_rows <= 0) return;
+  if (!is_activations(activations)) return kBadType;
+  if (!is_size(num_rows) || serve_quantized_bytes(type, num_in, num_out) < 0) return kBadShape;
   const QuantizedProduct product{type,       rows,     weight, bias,    out,
                                  out_stride, num_rows, num_in, num_out, activations};
   const int64_t num_tiles = (num_out + kLanes - 1) / kLanes;
-  const int64_t min_tiles = kMinProducts / (num_rows * num_in * kLanes + 1) + 1;
+  const int64_t min_tiles = kMinParallelWork / (num_rows * num_in * kLanes + 1) + 1;
   parallel_for(num_tiles, min_tiles,
                [&](int64_t begin, int64_t end) { quantized_tiles(product, begin, end); });
+  return kOk;
 }

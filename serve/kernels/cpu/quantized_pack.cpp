@@ -302,7 +302,7 @@ SERVE_API int64_t serve_quantized_bytes(int32_t type, int64_t num_in, int64_t nu
   int64_t num_bytes = -1;
   with_tile(type, [&](auto tile) {
     typedef decltype(tile) T;
-    if (num_in < 0 || num_out < 0 || num_in % (kBlockInputs * T::kUnitBlocks)) return;
+    if (!is_size(num_in) || !is_size(num_out) || num_in % (kBlockInputs * T::kUnitBlocks)) return;
     num_bytes = (num_out + kLanes - 1) / kLanes * T::tile_bytes(num_in);
   });
   return num_bytes;
@@ -310,12 +310,15 @@ SERVE_API int64_t serve_quantized_bytes(int32_t type, int64_t num_in, int64_t nu
 
 // Repacks rows of a file's blocks, row_bytes apart, into tiles of serve_quantized_bytes. No file has
 // blocks of the affine types: serve_pack_affine makes those.
-SERVE_API void serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
-                                    uint8_t* packed, int64_t num_in, int64_t num_out) {
+SERVE_API serve::Status serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t row_bytes,
+                                             uint8_t* packed, int64_t num_in, int64_t num_out) {
   using namespace serve;
+  if (serve_quantized_bytes(type, num_in, num_out) < 0) return kBadShape;
+  Status status = kBadType;
   with_tile(type, [&](auto tile) {
     typedef decltype(tile) T;
     if constexpr (!T::kIsAffine) {
+      status = kOk;
       for_tiles(num_out, [&](int64_t t) {
         const int num_rows = (int)std::min<int64_t>(kLanes, num_out - t * kLanes);
         pack_tile<T>(rows + t * kLanes * row_bytes, row_bytes, kTakeBlock[type], num_rows, num_in,
@@ -323,23 +326,28 @@ SERVE_API void serve_pack_quantized(int32_t type, const uint8_t* rows, int64_t r
       });
     }
   });
+  return status;
 }
 
 // Packs codes [num_out][num_in], and scales and zero points of each group of inputs of a row, into
 // tiles of an affine type of serve_quantized_bytes.
-SERVE_API void serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
-                                 const uint8_t* zeros, uint8_t* packed, int64_t num_in,
-                                 int64_t num_out) {
+SERVE_API serve::Status serve_pack_affine(int32_t type, const uint8_t* codes, const float* scales,
+                                          const uint8_t* zeros, uint8_t* packed, int64_t num_in,
+                                          int64_t num_out) {
   using namespace serve;
+  if (serve_quantized_bytes(type, num_in, num_out) < 0) return kBadShape;
+  Status status = kBadType;
   const AffineRows rows{codes, scales, zeros, num_in, num_out};
   with_tile(type, [&](auto tile) {
     typedef decltype(tile) T;
     if constexpr (T::kIsAffine) {
+      status = kOk;
       for_tiles(num_out, [&](int64_t t) {
         pack_affine_tile<T>(rows, t * kLanes, packed + t * T::tile_bytes(num_in));
       });
     }
   });
+  return status;
 }
 
 // Writes rows of a packed weight as floats to out [count][num_in]. Nothing is written when an index

@@ -149,13 +149,16 @@ SERVE_API int64_t serve_quantized_row_bytes(int64_t num_in, int32_t activations)
 
 // Turns rows of x, x_stride floats apart, into integers; num_in is a multiple of 32. activations:
 // 0 exact, 1 int8 (quantized_rows.h).
-SERVE_API void serve_quantize_rows(const float* x, int64_t x_stride, uint8_t* rows, int64_t num_rows,
-                                   int64_t num_in, int32_t activations) {
+SERVE_API serve::Status serve_quantize_rows(const float* x, int64_t x_stride, uint8_t* rows,
+                                            int64_t num_rows, int64_t num_in, int32_t activations) {
   using namespace serve;
+  if (!is_activations(activations)) return kBadType;
+  if (!is_size(num_rows) || !is_size(num_in) || num_in % kBlockInputs != 0) return kBadShape;
   const int64_t row_bytes = quantized_row_bytes(num_in, activations);
   parallel_for(num_rows, kMinInputs / (num_in + 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       quantize_row(x + row * x_stride, rows + row * row_bytes, num_in, activations);
     }
   });
+  return kOk;
 }

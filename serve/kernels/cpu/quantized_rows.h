@@ -13,6 +13,8 @@ namespace serve {
 // The last argument of the entry points that round activations: what --cpu-activations chooses.
 enum Activations : int32_t { kExact = 0, kByte = 1 };
 
+inline bool is_activations(int32_t value) { return value == kExact || value == kByte; }
+
 // What goes with 32 integers of a row. Groups of 32 use entry 0, groups of 16 entries 1 and 2.
 struct BlockInfo {
   float scale;

@@ -454,7 +454,8 @@ SERVE_API serve::Status serve_draw_rows(const float* logits, int64_t stride, int
     const DrawRow& draw = draws[i];
     const bool is_possible = size >= 1 && draw.row >= 0 && draw.row < num_rows && draw.top_k >= 0 &&
                              draw.top_k <= size && draw.top - draw.top == 0 && draw.min_p >= 0 &&
-                             draw.min_p <= 1 && draw.top_p > 0;
+                             draw.min_p <= 1 && draw.top_p > 0 && draw.inverse_temperature > 0 &&
+                             draw.inverse_temperature <= std::numeric_limits<float>::max();
     if (!is_possible) {
       *fault = Fault{i, draw.row, 0};
       return kBadRow;

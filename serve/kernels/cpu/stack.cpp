@@ -76,13 +76,17 @@ bool is_layer(const LinearLayer& layer, int64_t num_in, int64_t num_out) {
 }
 
 bool fits_together(const StackPlan& plan) {
-  const Sizes sizes(plan);
-  const bool has_sizes = plan.num_layers > 0 && plan.hidden_size > 0 && plan.inner_size > 0 &&
+  const bool has_sizes = plan.num_layers > 0 && plan.layers != nullptr && plan.hidden_size > 0 &&
+                         is_size(plan.hidden_size) && plan.inner_size > 0 &&
+                         is_size(plan.inner_size) && plan.cos_sin != nullptr &&
+                         plan.max_position > 0 && is_size(plan.num_heads) &&
+                         is_size(plan.embedding.num_rows) &&
                          plan.num_kv_heads > 0 && plan.num_heads > 0 &&
                          plan.num_heads % plan.num_kv_heads == 0 && plan.head_size > 0 &&
                          plan.head_size <= kMaxHeadSize && plan.rotary_size >= 0 &&
                          plan.rotary_size <= plan.head_size && plan.rotary_size % 2 == 0;
   if (!has_sizes || plan.norm == nullptr || plan.embedding.weight == nullptr) return false;
+  const Sizes sizes(plan);
   const EmbeddingPlan& rows = plan.embedding;
   const bool has_type = rows.kind == kQuantizedRows
                             ? serve_quantized_bytes(rows.type, plan.hidden_size, rows.num_rows) >= 0
@@ -138,6 +142,12 @@ Status check_caches(const StackPlan& plan, const StepInputs& step, Fault* fault)
 
 Status check_step(const StackPlan& plan, const StepInputs& step, Fault* fault) {
   const int64_t num_tokens = step.batch.num_tokens;
+  // Tokens of no request would be attended to by nobody and go on as they are.
+  const int32_t* starts = step.batch.query_start_loc;
+  if (starts[0] != 0 || starts[step.batch.num_reqs] != num_tokens) {
+    *fault = Fault{step.batch.num_reqs, starts[step.batch.num_reqs], 0};
+    return kBadQueryStart;
+  }
   for (int64_t token = 0; token < num_tokens; token++) {
     const int64_t id = step.input_ids[token];
     if (id < 0 || id >= plan.embedding.num_rows) {

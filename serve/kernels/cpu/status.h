@@ -19,8 +19,13 @@ enum Status : int32_t {
   kBadLayer = 10,        // parts that do not fit each other
   kBadToken = 11,        // fault: token, id
   kBadType = 12,         // of weights
-  kBadShape = 13,        // a negative size
+  kBadShape = 13,        // a size that is negative or above kMaxSize, or no whole blocks
 };
+
+// Most rows, inputs or outputs of a product: two of them and a tile's lanes multiply within 64 bits.
+constexpr int64_t kMaxSize = 1 << 28;
+
+inline bool is_size(int64_t size) { return size >= 0 && size <= kMaxSize; }
 
 // Names the offending value; the meaning of a, b and c goes with the Status.
 struct Fault {

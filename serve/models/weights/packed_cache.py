@@ -82,13 +82,13 @@ class PackedWeightsCache:
             self.path(key).unlink()
 
     def store(self, key: str, matrices: Mapping[str, Sequence[PackedMatrix]]) -> bool:
-        """Write the file of a key; False when it is there already or there is no room. Waits for other writers.
+        """Write the file of a key; False when it is there already, there is no room, or another server writes now.
 
         Raises OSError when the folder does not take it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lock():
-            if self.path(key).exists():
+        with self._lock() as is_ours:
+            if not is_ours or self.path(key).exists():
                 return False
             for part in self.folder.glob(f"*{_PART_SUFFIX}"):
                 part.unlink(missing_ok=True)  # the lock is ours, so nobody writes it any more
@@ -99,14 +99,19 @@ class PackedWeightsCache:
         return True
 
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Hold the folder's lock; the system drops it with the process."""
+    def _lock(self) -> Iterator[bool]:
+        """Try to hold the folder's lock, which the system drops with the process; tells whether it is held."""
         with open(self.folder / _LOCK_NAME, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("packed weights are not kept this time: another server writes to %s", self.folder)
+                yield False
+            else:
+                yield True
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove files by least recent use until so many bytes are within the bound."""
+        """Remove files by least recent use until so many bytes are within the bound and on the disk; none in vain."""
         if num_bytes > self._max_bytes:
             log.info(
                 "packed weights are not kept: they have %d MiB, --packed-weights-cache-bytes allows %d",
@@ -115,15 +120,18 @@ class PackedWeightsCache:
             )
             return False
         states = sorted(((path.stat(), path) for path in self.folder.glob(f"*{_SUFFIX}")), key=lambda s: s[0].st_mtime)
-        excess = sum(state.st_size for state, _ in states) + num_bytes - self._max_bytes
+        free = shutil.disk_usage(self.folder).free
+        excess = max(
+            sum(state.st_size for state, _ in states) + num_bytes - self._max_bytes,
+            self._min_free_bytes + num_bytes - free,
+        )
+        victims: list[Path] = []
         for state, path in states:
             if excess <= 0:
                 break
-            path.unlink(missing_ok=True)
+            victims.append(path)
             excess -= state.st_size
-            log.info("packed weights removed to stay within the bound: %s", path)
-        free = shutil.disk_usage(self.folder).free
-        if free - num_bytes < self._min_free_bytes:
+        if excess > 0:
             log.warning(
                 "packed weights are not kept: %d MiB are free in %s, and %d must stay so beside their %d; free space "
                 "there, set SERVE_CACHE_DIR to another folder, or pass --packed-weights-cache-bytes 0",
@@ -133,6 +141,9 @@ class PackedWeightsCache:
                 num_bytes // _MIB,
             )
             return False
+        for path in victims:
+            path.unlink(missing_ok=True)
+            log.info("packed weights removed to make room: %s", path)
         return True
 
     def _write(self, key: str, layout: PackedLayout) -> None:

@@ -52,18 +52,21 @@ class BatchDrawer(Protocol):
         """Give the first index of each row's largest value, or of its first NaN, and the value there."""
 
     def draw(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64], *, is_scaled: bool
-    ) -> list[int]:
+        self,
+        logits: FloatTable,
+        plan: DrawPlan,
+        tops: FloatTable,
+        positions: NDArray[np.int64],
+        *,
+        is_scaled: bool,
+        wants_kept: bool,
+    ) -> tuple[list[int], list[Ids | None]]:
         """Draw a token for each row of the plan; the logits stay unchanged.
 
         tops [len(logits)] are the largest values after the temperature, finite; positions [len(logits)] the indices of
-        the tokens to draw. is_scaled tells that the temperature is already in the logits.
+        the tokens to draw. is_scaled tells that the temperature is already in the logits. Where kept ids are wanted,
+        gives with the tokens those that each row's filters kept, None without any; else an empty list.
         """
-
-    def draw_kept(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64]
-    ) -> tuple[list[int], list[Ids | None]]:
-        """Draw from scaled logits; give with the tokens the ids that each row's filters kept, None without any."""
 
 
 class LibraryDrawer:
@@ -74,38 +77,32 @@ class LibraryDrawer:
         return sampling.argmax_rows(logits)
 
     def draw(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64], *, is_scaled: bool
-    ) -> list[int]:
+        self,
+        logits: FloatTable,
+        plan: DrawPlan,
+        tops: FloatTable,
+        positions: NDArray[np.int64],
+        *,
+        is_scaled: bool,
+        wants_kept: bool,
+    ) -> tuple[list[int], list[Ids | None]]:
         """Draw a token for each row of the plan; the logits stay unchanged."""
-        records = plan.records.copy() if is_scaled else plan.records
+        records = plan.records.copy() if is_scaled or wants_kept else plan.records
         if is_scaled:
             records["inverse_temperature"] = 1.0
-        self._fill(records, plan, tops, positions)
-        sampling.draw_rows(logits, records)
-        tokens: list[int] = records["token"].tolist()
-        return tokens
-
-    def draw_kept(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64]
-    ) -> tuple[list[int], list[Ids | None]]:
-        """Draw from scaled logits; give with the tokens the ids that each row's filters kept, None without any."""
-        records = plan.records.copy()
-        records["inverse_temperature"] = 1.0
-        self._fill(records, plan, tops, positions)
-        kept = np.empty((len(records), logits.shape[1]), dtype=np.int32)
-        records["kept"] = kept.ctypes.data + np.arange(len(records)) * kept.strides[0]
-        sampling.draw_rows(logits, records)
-        counts = records["num_kept"].tolist()
-        ids: list[Ids | None] = [
-            kept[i, : counts[i]].astype(np.intp) if row.has_filter else None for i, row in enumerate(plan.rows)
-        ]
-        tokens: list[int] = records["token"].tolist()
-        return tokens, ids
-
-    @staticmethod
-    def _fill(records: NDArray[np.void], plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64]) -> None:
         records["position"] = positions[plan.places]
         records["top"] = tops[plan.places]
+        kept = np.empty((len(records) if wants_kept else 0, logits.shape[1]), dtype=np.int32)
+        if wants_kept:
+            records["kept"] = kept.ctypes.data + np.arange(len(records)) * kept.strides[0]
+        sampling.draw_rows(logits, records)
+        tokens: list[int] = records["token"].tolist()
+        if not wants_kept:
+            return tokens, []
+        counts = records["num_kept"].tolist()
+        return tokens, [
+            kept[i, : counts[i]].astype(np.intp) if row.has_filter else None for i, row in enumerate(plan.rows)
+        ]
 
 
 class NumpyDrawer:
@@ -120,24 +117,25 @@ class NumpyDrawer:
         return indices, logits[np.arange(len(indices)), indices]
 
     def draw(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64], *, is_scaled: bool
-    ) -> list[int]:
-        """Draw a token for each row of the plan; the logits stay unchanged."""
-        tokens = []
-        for place, row in zip(plan.places.tolist(), plan.rows, strict=True):
-            values = logits[place] if is_scaled else logits[place] * row.inverse_temperature
-            tokens.append(self._drawer.draw(values, row, uniform(row.seed, int(positions[place])))[0])
-        return tokens
-
-    def draw_kept(
-        self, logits: FloatTable, plan: DrawPlan, tops: FloatTable, positions: NDArray[np.int64]
+        self,
+        logits: FloatTable,
+        plan: DrawPlan,
+        tops: FloatTable,
+        positions: NDArray[np.int64],
+        *,
+        is_scaled: bool,
+        wants_kept: bool,
     ) -> tuple[list[int], list[Ids | None]]:
-        """Draw from scaled logits; give with the tokens the ids that each row's filters kept, None without any."""
+        """Draw a token for each row of the plan; the logits stay unchanged."""
         draws = [
-            self._drawer.draw(logits[place], row, uniform(row.seed, int(positions[place])))
+            self._drawer.draw(
+                logits[place] if is_scaled else logits[place] * row.inverse_temperature,
+                row,
+                uniform(row.seed, int(positions[place])),
+            )
             for place, row in zip(plan.places.tolist(), plan.rows, strict=True)
         ]
-        return [token for token, _ in draws], [kept for _, kept in draws]
+        return [token for token, _ in draws], [kept for _, kept in draws] if wants_kept else []
 
 
 def make_drawer(vocab_size: int) -> BatchDrawer:

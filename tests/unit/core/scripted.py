@@ -274,6 +274,9 @@ class ScriptedWorker:
         assert result is not None
         return result
 
+    def run_step(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self.execute_model(scheduler_output) or self.sample_tokens(None)
+
     def device_description(self) -> str:
         return "scripted"
 

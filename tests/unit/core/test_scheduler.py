@@ -630,6 +630,19 @@ def test_a_request_that_waited_for_a_prefix_computes_it_when_the_other_is_gone()
     assert loop.tokens_of("b") == continue_text([*prefix, ord("b")], 4)
 
 
+@pytest.mark.parametrize(("policy", "waits"), [("priority", False), ("fcfs", True)])
+def test_an_urgent_request_does_not_wait_for_the_prefix_of_a_less_urgent_one(policy: str, waits: bool) -> None:
+    settings = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 32, "scheduling_policy": policy}
+    loop = Loop(make_scheduler(make_kv(200), **settings))
+    prefix = [(7 * i) % 89 for i in range(160)]
+    loop.scheduler.add_request(make_request("slow", [*prefix, 1], priority=5))
+    loop.turn()
+    loop.scheduler.add_request(make_request("urgent", [*prefix, 2], priority=0))
+    step = loop.turn()
+    assert step is not None
+    assert ("urgent" not in step.num_scheduled_tokens) == waits
+
+
 def test_a_request_that_may_not_read_the_cache_does_not_wait_for_it() -> None:
     loop = Loop(make_scheduler(make_kv(200), max_num_batched_tokens=64, long_prefill_token_threshold=32))
     prefix = [(7 * i) % 89 for i in range(160)]

@@ -39,8 +39,9 @@ def test_library_and_numpy_draw_the_same_tokens(is_scaled: bool) -> None:
     factors = np.array([row.inverse_temperature for row in rows])
     tops = logits.max(axis=1) * (1 if is_scaled else factors)
     positions = np.arange(len(rows), dtype=np.int64)
-    expected = NumpyDrawer(VOCAB).draw(logits, plan, tops, positions, is_scaled=is_scaled)
-    assert LibraryDrawer().draw(logits, plan, tops, positions, is_scaled=is_scaled) == expected
+    expected, _ = NumpyDrawer(VOCAB).draw(logits, plan, tops, positions, is_scaled=is_scaled, wants_kept=False)
+    drawn = LibraryDrawer().draw(logits, plan, tops, positions, is_scaled=is_scaled, wants_kept=False)
+    assert drawn == (expected, [])
     assert len(set(expected)) > 50
 
 
@@ -51,8 +52,9 @@ def test_library_and_numpy_keep_the_same_ids() -> None:
     logits = (np.random.default_rng(1).standard_normal((len(rows), VOCAB)) * 2).astype(np.float32)
     plan = plan_draws(rows, list(range(len(rows))))
     positions = np.zeros(len(rows), dtype=np.int64)
-    _, expected = NumpyDrawer(VOCAB).draw_kept(logits, plan, logits.max(axis=1), positions)
-    _, kept = LibraryDrawer().draw_kept(logits, plan, logits.max(axis=1), positions)
+    tops = logits.max(axis=1)
+    _, expected = NumpyDrawer(VOCAB).draw(logits, plan, tops, positions, is_scaled=True, wants_kept=True)
+    _, kept = LibraryDrawer().draw(logits, plan, tops, positions, is_scaled=True, wants_kept=True)
     for own, other in zip(kept, expected, strict=True):
         assert (own is None and other is None) or np.array_equal(own, other)
 

@@ -11,14 +11,17 @@ BLOCK_SIZE = 16
 
 
 class NotingRunner:
-    """Notes the tokens, context and blocks of each step."""
+    """Notes the tokens, context and blocks of each step; a step takes 1 ms, and by default 0.1 ms a token."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_per_token: float = 1e-4) -> None:
+        self.now = 0.0
+        self._seconds_per_token = seconds_per_token
         self.steps: list[tuple[int, int]] = []
         self.held: set[str] = set()
         self.highest_block = 0
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.now += 1e-3 + self._seconds_per_token * step.total_num_scheduled_tokens
         self.held -= set(step.finished_req_ids)
         for new in step.scheduled_new_reqs:
             assert new.req_id not in self.held
@@ -32,9 +35,9 @@ class NotingRunner:
 @pytest.mark.parametrize("max_tokens", [16, 100, 5000])
 def test_the_steps_stay_within_the_room_and_leave_no_request_behind(max_tokens: int) -> None:
     runner = NotingRunner()
-    cost = StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=max_tokens).measure()
+    cost = StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=max_tokens, clock=lambda: runner.now).measure()
     assert cost is not None
-    assert min(cost.base, cost.per_token, cost.per_key) >= 0.0
+    assert (cost.base, cost.per_token, cost.per_key) == pytest.approx((1e-3, 1e-4, 0.0))
     assert runner.held == set()
     assert max(tokens + context for tokens, context in runner.steps) <= max_tokens
     assert runner.highest_block <= -(-max_tokens // BLOCK_SIZE)
@@ -42,7 +45,7 @@ def test_the_steps_stay_within_the_room_and_leave_no_request_behind(max_tokens: 
 
 def test_a_fast_model_is_timed_behind_a_context_too() -> None:
     runner = NotingRunner()
-    StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=5000).measure()
+    StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=5000, clock=lambda: runner.now).measure()
     assert sorted(set(runner.steps)) == [(1, 0), (8, 0), (64, 0), (64, 1024)]
 
 
@@ -50,3 +53,8 @@ def test_without_room_nothing_is_measured() -> None:
     runner = NotingRunner()
     assert StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=15).measure() is None
     assert runner.steps == []
+
+
+def test_times_without_sense_are_no_measurement() -> None:
+    runner = NotingRunner(seconds_per_token=0.0)
+    assert StepTimer(runner.run, block_size=BLOCK_SIZE, max_tokens=100, clock=lambda: runner.now).measure() is None

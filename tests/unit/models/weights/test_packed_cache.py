@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,6 +156,20 @@ def test_weights_beyond_the_bound_are_not_kept(tmp_path: Path, caplog: pytest.Lo
     load(cache)
     assert names(cache) == []
     assert "--packed-weights-cache-bytes allows" in caplog.text
+
+
+def test_nothing_is_removed_in_vain(tmp_path: Path) -> None:
+    load(PackedWeightsCache(tmp_path, 1 << 20, min_free_bytes=0), "a")
+    full = PackedWeightsCache(tmp_path, FILE_BYTES, min_free_bytes=1 << 60)
+    load(full, "b")
+    assert names(full) == ["a.packed"]
+
+
+def test_a_file_is_as_readable_as_its_folder(cache: PackedWeightsCache) -> None:
+    cache.folder.mkdir(mode=0o755)
+    cache.folder.chmod(0o755)
+    load(cache)
+    assert stat.S_IMODE(cache.path("key").stat().st_mode) == 0o644
 
 
 def test_a_disk_is_never_filled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
