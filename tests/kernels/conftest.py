@@ -74,7 +74,7 @@ def use_library(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Make the ops run on one library until the end of the test."""
     if name in EMULATED:
         start: Callable[[str], RemoteLibrary] = request.getfixturevalue("aarch64_library")
-        result = binding.LoadResult(start(name.removeprefix("aarch64-")), name, "")  # type: ignore[arg-type]
+        result = binding.LoadResult(start(name.removeprefix("aarch64-")), name.removeprefix("aarch64-"), "")  # type: ignore[arg-type]
         monkeypatch.setattr(binding, "load_library", functools.cache(lambda: result))
         return
     monkeypatch.setattr(binding, "VARIANTS", tuple(v for v in VARIANTS if v[0] == name))

@@ -15,7 +15,7 @@ ABI_VERSION = 10
 VARIANTS = (("avx512vnni", 3), ("avx512", 2), ("avx2", 1), ("dotprod", 1), ("portable", 0))
 PORTABLE = VARIANTS[-1][0]
 # Builds that add byte products in 32 bits, so that 8-bit activations pay for 8-bit codes too (int_lanes.h).
-WIDE_BYTE_SUMS = ("avx512vnni",)
+WIDE_BYTE_SUMS = ("avx512vnni", "dotprod")
 FOLDER = Path(__file__).parent
 
 OK = 0

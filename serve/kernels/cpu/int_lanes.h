@@ -79,7 +79,7 @@ SERVE_INLINE NativeInt add_products(NativeInt sum, NativeShorts a, NativeShorts 
 
 // Sums of products of unsigned and signed bytes. Without an instruction for sums of 32 bits each
 // half of a lane sums every second column in 16 bits, modulo 2^16.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kWideByteSums = true;
 typedef NativeInt ByteSum;
 #else
@@ -91,6 +91,12 @@ typedef NativeWords ByteSum;
 SERVE_INLINE ByteSum add_byte_products(ByteSum sum, NativeWords a, NativeWords b) {
 #if defined(__AVX512VNNI__)
   return (NativeInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Both factors are signed here: 128 less of a, and twice 64 times b instead.
+  const int8x16_t columns = (int8x16_t)b;
+  int32x4_t total = vdotq_s32((int32x4_t)sum, veorq_s8((int8x16_t)a, vdupq_n_s8(-128)), columns);
+  total = vdotq_s32(total, vdupq_n_s8(64), columns);
+  return (NativeInt)vdotq_s32(total, vdupq_n_s8(64), columns);
 #elif defined(__AVX512BW__)
   return sum + (NativeWords)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
